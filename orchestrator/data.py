@@ -7,7 +7,7 @@ import random
 import sys
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
@@ -118,3 +118,57 @@ def kept_generators() -> Generator[None]:
             numpy.random.set_state(numpys)
         if torch:
             torch.default_generator.set_state(torchs)
+
+
+# ------------------------------------------------------------------ Held-out data
+
+
+class HeldOutData:
+    """A job's held-out data sets, one after the other, as one data set of all their samples.
+
+    Args:
+        data_sets: anything with `len()` and `[index]`, by name; "" is the name of an only one.
+
+    Attributes:
+        names, lengths: of the data sets.
+    """
+
+    def __init__(self, data_sets: Mapping[str, Any]) -> None:
+        self.names = tuple(data_sets)
+        self.lengths = tuple(map(len, data_sets.values()))
+        self._parts = tuple(data_sets.values())
+        self._ends = list(accumulate(self.lengths))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return consecutive samples, all of which are in one data set."""
+        number, first = self._place(indices[0])
+        own = range(first, first + len(indices))
+        many = getattr(self._parts[number], "__getitems__", None)
+        return [self._parts[number][i] for i in own] if many is None else many(list(own))
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """Return the number of a sample's data set, and the sample's number in there."""
+        number = bisect_right(self._ends, index)
+        return number, index - (self._ends[number] - self.lengths[number])
+
+    def describe(self, start: int, count: int = 0) -> str:
+        """Return the spelling of a data set's samples, for messages; of all of them by default.
+
+        >>> HeldOutData({"": "abcd"}).describe(2, 2), HeldOutData({"a": "b", "c": "d"}).describe(1)
+        ("samples 2 to 3 of validation()", "validation()['c']")
+        """
+        number, first = self._place(start)
+        name = self.names[number]
+        named = f"validation()[{name!r}]" if name else "validation()"
+        return f"samples {first} to {first + count - 1} of {named}" if count else named
+
+    def figures(self, number: int, loss: float, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the figures of data set `number` by their names in the record of the run."""
+        prefix = f"{self.names[number]}." if self.names[number] else ""
+        return {f"{prefix}{name}": value for name, value in {"loss": loss, **metrics}.items()}

@@ -100,9 +100,20 @@ class Job:
         del model
         return None
 
+    def validation(self) -> Any:
+        """Return held-out data, on which all ranks together compute `loss` in evaluation mode.
+
+        A data set as `dataset` returns, or several by name; None (the default) for none. The
+        figures are the loss and the metrics of `loss`, as exact sums over each data set divided by
+        its weight, under `loss` and the metrics' names; of several data sets under `NAME.loss` and
+        so on.
+        """
+        return None
+
     def evaluate(self, model: Any) -> dict[str, float]:
-        """Return held-out figures by name. Called on rank 0; the others wait. With
-        `engine.shard_model` it is called on all ranks, which must call the model equally often.
+        """Return held-out figures by name that are no sums over samples. Called on rank 0; the
+        others wait. With `engine.shard_model` it is called on all ranks, which must call the model
+        equally often.
         """
         del model
         return {}

@@ -62,6 +62,18 @@ class Lively(Acting, Tiny):
     """Ends or hangs at a chosen place in chosen ranks; see `Acting`."""
 
 
+class HeldOut(Tiny):
+    """All ranks evaluate two data sets of it; a hold holds that, too, before the next update."""
+
+    def validation(self):
+        made = torch.Generator().manual_seed(2)
+        x = torch.randn(43, 8, generator=made)
+        return {"seen": self.dataset(), "unseen": TensorDataset(x, x.sum(1, keepdim=True).sin())}
+
+    def evaluate(self, model):
+        return {"parameters": len(list(model.parameters()))}
+
+
 class OwnRate(Tiny):
     """Has learning rates of its own."""
 

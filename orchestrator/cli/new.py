@@ -52,9 +52,8 @@ class Spirals(Job):
         right = (scores.argmax(1) == labels).sum()
         return Loss(total, weight=len(labels), metrics={"accuracy": right})
 
-    def evaluate(self, model):
-        points, labels = spirals(1000, seed=1)
-        return {"accuracy": (model(points).argmax(1) == labels).float().mean().item()}
+    def validation(self):
+        return TensorDataset(*spirals(1000, seed=1))
 '''
 
 FILES = {

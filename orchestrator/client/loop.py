@@ -7,8 +7,8 @@ The life of an update on one rank:
    accumulators) computes them, calls `begin_micro_step` before each and once after the last, and
    hands the boundary's report to `end_window`.
 3. When the next window is asked for, the loop follows the update up: it is recorded; where it is
-   due, all ranks compare their weights, rank 0 evaluates, and rank 0 saves. A stop that all ranks
-   agreed on at the boundary saves as well, and ends the loop.
+   due, all ranks compare their weights, all or rank 0 alone evaluate, and rank 0 saves. A stop that
+   all ranks agreed on at the boundary saves as well, and ends the loop.
 """
 
 from __future__ import annotations
@@ -51,6 +51,11 @@ class Callback:
     def on_micro_step(self, update: int, done: int, steps: int) -> None:
         """Handle the start of a micro-step, after `done` of `steps`; after all, of the boundary."""
 
+    def on_held_out_piece(self, done: int) -> None:
+        """Handle the start of a piece of held-out data, after `done` of this rank's, in an
+        evaluation by all ranks. Not collective.
+        """
+
     def before_record(self) -> None:
         """Raise if this rank must not write any more; called before each of the methods below."""
 
@@ -59,7 +64,7 @@ class Callback:
 
     def on_evaluation(self, window: Window, figures: dict[str, float]) -> None:
         """Handle the held-out figures after the update of `window`, on ranks that computed them:
-        rank 0 alone, or all where the model is in shards.
+        rank 0 alone, or all where all evaluate. Those of `Job.evaluate` may be rank 0's alone.
         """
 
     def on_checkpoint(self, updates: int, samples: int) -> None:
@@ -257,6 +262,11 @@ class TrainingLoop:
             # Reading data is work, too: a node may be slow for its disk.
             others = report.wait_s + report.optimizer_s + report.compile_s
             self._work = seconds - others, self.windows.cost(window)
+
+    def begin_held_out_piece(self, done: int) -> None:
+        """Begin a piece of held-out data after `done` of this rank's, within `evaluate`."""
+        for callback in self.callbacks:
+            callback.on_held_out_piece(done)
 
     def _before_record(self) -> None:
         for callback in self.callbacks:

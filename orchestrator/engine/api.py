@@ -14,7 +14,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from orchestrator.data import HeldOutData
 from orchestrator.errors import ConfigError, SilenceError, did_you_mean
+from orchestrator.plan.held_out import HeldOutShare
 from orchestrator.plan.window import MicroBatch, Window
 from orchestrator.rundir.checkpoints import WEIGHTS, Saves
 
@@ -460,6 +462,49 @@ class Engine(Protocol):
         """
         del micro_batches
         return []
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldOutReport:
+    """Result of an evaluation by all ranks.
+
+    Attributes:
+        figures: the loss and the metrics of each data set, the same on all ranks.
+        collectives, bytes_on_wire: see `Counters`, for this evaluation.
+    """
+
+    figures: Mapping[str, float]
+    collectives: int = 0
+    bytes_on_wire: int = 0
+
+
+@runtime_checkable
+class Validates(Protocol):
+    """An engine whose ranks evaluate a job's held-out data together."""
+
+    def held_out_batches(
+        self, data: HeldOutData, micro_batches: Iterable[MicroBatch]
+    ) -> Iterator[Any]:
+        """Return one batch of held-out samples for each micro-batch; see `Engine.batches`."""
+        ...
+
+    def validate(
+        self,
+        data: HeldOutData,
+        share: HeldOutShare,
+        batches: Iterator[Any],
+        before_piece: Callable[[int], None],
+    ) -> HeldOutReport:
+        """Compute the job's loss on held-out data, in evaluation mode and without a gradient, and
+        add it up exactly over ranks. Collective; for between windows. Weights, buffers and random
+        numbers are as before afterwards.
+
+        Args:
+            share: this rank's.
+            batches: of `held_out_batches`, at the first piece's.
+            before_piece: called before each piece, with its place in the share.
+        """
+        ...
 
 
 class StateCopy(Saves, Protocol):

@@ -127,6 +127,11 @@ class WorkByCost:
         )
 
     @property
+    def most_samples(self) -> int:
+        """Return how many samples of the greatest length a micro-step holds, at least 1."""
+        return max(1, self.budget.micro_tokens // int(self.budget.padded(self.lengths.max())))
+
+    @property
     def digest(self) -> str:
         """Return a digest of the lengths."""
         return hashlib.sha256(self.lengths.tobytes()).hexdigest()[:12]
@@ -139,7 +144,6 @@ class WorkByCost:
         that fit into memory as surely.
         """
         real = padded = mean = busiest = even = 0.0
-        most = max(1, self.budget.micro_tokens // int(self.budget.padded(self.lengths.max())))
         # Some, since lengths differ between updates.
         updates = range(max(1, min(8, 4096 // order.global_batch)))
         for update in updates:
@@ -150,7 +154,9 @@ class WorkByCost:
             padded += tokens
             mean += sum(costs) / ranks
             busiest += max(costs)
-            even += max(self._of_ranks(lengths, split_window(len(lengths), ranks, cap=most))[1])
+            even += max(
+                self._of_ranks(lengths, split_window(len(lengths), ranks, cap=self.most_samples))[1]
+            )
         return {
             "padded_to_real": round(padded / max(real, 1), 3),
             "busiest_to_mean": round(busiest / mean, 3),

@@ -307,7 +307,7 @@ class Trial:
 
 
 HELD_OUT = "held_out."
-"""Prefix of the figures that a job's `evaluate` returns. `loss` alone is the training's."""
+"""Prefix of the figures of a job's evaluation. `loss` alone is the training's."""
 
 
 class Objective:

@@ -180,6 +180,11 @@ class PositionMarks(Callback):
         else:
             self._link.mark("the boundary of update %d", update + 1)
 
+    def on_held_out_piece(self, done: int) -> None:
+        if self._link.run_failed:
+            raise PeerLost("another rank failed")
+        self._link.mark("piece %d of its held-out data", done + 1)
+
     def on_boundary(self, done: CompletedUpdate) -> None:
         after = done.window.update + 1
         self._link.mark("what follows update %d (records, evaluation, checkpoint)", after)

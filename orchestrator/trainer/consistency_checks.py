@@ -46,12 +46,15 @@ _SEED = 20_240_229
 _DEEPEST = 8
 
 
-def agreed_samples(engine: Engine, dataset: Any, *, augments: bool) -> int:
+def agreed_samples(engine: Engine, dataset: Any, *, augments: bool, what: str = "dataset()") -> int:
     """Return the number of samples, once all ranks agree on it and on some samples. Collective.
 
     Samples that a rank cannot read twice alike, since the data set draws numbers that no seed
     reaches, are not compared, but warned of; and random numbers of a job that does not say that it
     `augments`.
+
+    Args:
+        what: the call that gave the data set, for messages.
 
     Raises:
         JobError: `dataset` has no length, or is a loader; or on all ranks alike, naming those whose
@@ -60,14 +63,13 @@ def agreed_samples(engine: Engine, dataset: Any, *, augments: bool) -> int:
     kind = type(dataset).__name__
     if not hasattr(type(dataset), "__getitem__") and hasattr(dataset, "batch_size"):
         raise JobError(
-            f"dataset() must give the data set, not a {kind}: batches come from accumulation.*"
+            f"{what} must give the data set, not a {kind}: batches come from accumulation.*"
         )
     try:
         samples = len(dataset)
     except TypeError:
         raise JobError(
-            f"dataset() must give something with len() and [index], but gives a {kind} without "
-            "len()"
+            f"{what} must give something with len() and [index], but gives a {kind} without len()"
         ) from None
     rows = engine.gather([float(samples)])
     if different := minority_ranks(rows):
@@ -75,14 +77,14 @@ def agreed_samples(engine: Engine, dataset: Any, *, augments: bool) -> int:
         agreeing = set(range(len(rows))).difference(different)
         most = int(rows[min(agreeing)][0])
         raise JobError(
-            f"dataset() has {most} samples on most ranks, but {first_few(odd, 3)}; every "
+            f"{what} has {most} samples on most ranks, but {first_few(odd, 3)}; every "
             "rank needs the whole data set, of which the plan gives it its part"
         )
     indices = _compared_indices(samples)
     digests, draws = _digests(dataset, indices)
     if draws and not augments:
         warn(
-            "dataset()[i] draws random numbers, but the job's class does not set augments = True, "
+            f"{what}[i] draws random numbers, but the job's class does not set augments = True, "
             "so what it draws depends on how a batch is split over ranks and micro-steps"
         )
     rows = engine.gather(digests)
@@ -90,7 +92,7 @@ def agreed_samples(engine: Engine, dataset: Any, *, augments: bool) -> int:
         return samples
     if engine.gather(_digests(dataset, indices)[0]) != rows:
         warn(
-            "dataset() gives another sample whenever it is asked for the same one, by random "
+            f"{what} gives another sample whenever it is asked for the same one, by random "
             "numbers that no seed reaches: whether ranks have the same data is unknown, and a "
             "resumed run will not have the bits of an undisturbed one. Draw from random, "
             "numpy.random or torch's default generator, and set augments = True"
@@ -98,7 +100,7 @@ def agreed_samples(engine: Engine, dataset: Any, *, augments: bool) -> int:
         return samples
     column = next(n for n, seen in enumerate(zip(*rows, strict=True)) if len(set(seen)) > 1)
     raise JobError(
-        f"dataset() is not the same on all ranks: on {named_ranks(different)} sample "
+        f"{what} is not the same on all ranks: on {named_ranks(different)} sample "
         f"{indices[column]} differs from that on {'rank 0' if len(rows) == 2 else 'most ranks'}; "
         "every rank needs the whole data set, in the same order, of which the plan gives it its "
         "part"

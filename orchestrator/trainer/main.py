@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +23,7 @@ from orchestrator.errors import EXIT_FINISHED, EXIT_STOPPED, Evicted, PeerLost
 from orchestrator.rundir.checkpoints import remove_partial
 from orchestrator.rundir.files import write_json
 from orchestrator.trainer.agent_link import PositionMarks
+from orchestrator.trainer.evaluation import HeldOutEvaluation, joined_figures
 from orchestrator.trainer.setup import Training, set_up
 from orchestrator.trainer.stop import Follower, LeaveInTime, StopFlag, restart_note
 from orchestrator.trainer.worker import WorkerProcess, run_in_worker
@@ -96,7 +97,18 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
         """Return the held-out figures after the last update; a restart may begin with them."""
         last = progress.updates - 1
         current_run.set_update(last, loop.windows.epoch_of(last))
-        return engine.evaluate()
+        figures: Mapping[str, float] = {}
+        if held_out is not None:
+            report = held_out()
+            figures = report.figures
+            if training.recorder is not None:
+                training.recorder.traffic = {
+                    "collectives": report.collectives,
+                    "bytes_on_wire": report.bytes_on_wire,
+                }
+        if group.rank == 0 or in_shards:
+            figures = joined_figures(figures, engine.evaluate())
+        return dict(figures)
 
     while True:
         current_run.set_ranks(group.rank, group.size)
@@ -127,11 +139,20 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
             evaluate_every=train.evaluate_every,
             # SLURM may end the step when a lost node comes back, and more losses may follow.
             checkpoint_soon=membership is not None and bool(membership.changes),
-            # A model in shards computes on all ranks of a copy together.
-            evaluate=evaluate if group.rank == 0 or in_shards else None,
+            evaluate=evaluate if group.rank == 0 or training.evaluates_together else None,
         )
+        held_out = None
+        if training.held_out is not None:
+            held_out = HeldOutEvaluation(
+                training.held_out,
+                engine,
+                training.planned,
+                rank=group.rank,
+                ranks=group.size,
+                before_piece=loop.begin_held_out_piece,
+            )
         try:
-            if in_shards:  # all evaluate together, though some may have before others were lost
+            if training.evaluates_together:  # some may have before others were lost
                 rows = engine.gather([progress.evaluated])
                 progress.evaluated = int(min(row[0] for row in rows))
             _compute(loop, engine, worker.stop)
@@ -151,6 +172,9 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
             except PeerLost:
                 _save_last_boundary(worker, training)
                 raise
+        finally:
+            if held_out is not None:
+                held_out.close()
 
 
 def _speeds(training: Training, rank: int, ranks: int) -> MeasuredSpeeds | None:

@@ -173,6 +173,7 @@ class Recorder(Callback):
     Attributes:
         scalars: the tracker, which is closed later, once the end is known.
         note: goes with the next update's line, once.
+        traffic: of the next evaluation, for its line.
         generation: of the attempt's newest recorded change.
     """
 
@@ -190,6 +191,7 @@ class Recorder(Callback):
         self._progress = ProgressWriter(run.progress(attempt))
         self.scalars = Scalars(run, config)
         self.note: dict[str, Any] = {}
+        self.traffic: dict[str, int] = {}
         self.generation = 0
         self._warnings = NewWarnings(run.attempt(attempt))  # of all ranks
         self._update, self._updates = 0, updates
@@ -238,6 +240,7 @@ class Recorder(Callback):
                 "update": update,
                 "epoch": window.epoch,
                 "time": time.time(),
+                **self.traffic,
             }
         )
         log_evaluation(update, figures)

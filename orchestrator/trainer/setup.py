@@ -20,6 +20,7 @@ from orchestrator.config.optimizer import base_rate
 from orchestrator.config.reading import read_config, with_run_folder
 from orchestrator.config.rules import refuse_unsupported, with_survival
 from orchestrator.config.schema import Config
+from orchestrator.data import HeldOutData
 from orchestrator.engine.api import Engine, EngineSettings, Framework, Group, GroupSpec, Survives
 from orchestrator.engine.common.waiting import LONGEST_WAIT_S, declared, for_others
 from orchestrator.errors import (
@@ -61,6 +62,7 @@ from orchestrator.trainer.consistency_checks import (
     device_request,
     own_rates,
 )
+from orchestrator.trainer.evaluation import agreed_held_out
 from orchestrator.trainer.failure import describe
 from orchestrator.trainer.recorder import Recorder, check_tracker
 from orchestrator.trainer.survival import GroupMembership
@@ -76,6 +78,7 @@ class Training:
         group: the first one.
         updates: of the whole run.
         rates: the job's own learning rates, if any.
+        held_out: what all ranks evaluate together; None where the job has none.
         membership: None where losses are not survived.
         recorder: on rank 0, the one that writes. If that rank dies, another makes its own.
     """
@@ -89,6 +92,7 @@ class Training:
     planned: Plan
     updates: int
     rates: Callable[[int], float] | None
+    held_out: HeldOutData | None = None
     membership: GroupMembership | None = None
     progress: TrainingProgress = field(default_factory=TrainingProgress)
     recorder: Recorder | None = None
@@ -107,6 +111,11 @@ class Training:
             if self.recorder is not None:
                 self.checkpoints.save_now(self.progress)
             self.checkpoints.complete_parts(wait=True)
+
+    @property
+    def evaluates_together(self) -> bool:
+        """Return whether all ranks evaluate: a job's held-out data, or a model in shards."""
+        return self.held_out is not None or self.config.engine.shard_model != "none"
 
     @property
     def saves_on_failure(self) -> bool:
@@ -318,6 +327,7 @@ def _set_up(worker: WorkerProcess) -> Training:
         run=run, attempt=attempt, config=config, engine=engine, checkpoints=checkpoints,
         group=group, planned=planned,
         updates=planned.updates, rates=own_rates(job, config.schedule, engine, planned.updates),
+        held_out=agreed_held_out(engine, job),
     )  # fmt: skip
     progress = training.progress
     if config.run.survive:
@@ -342,8 +352,8 @@ def _set_up(worker: WorkerProcess) -> Training:
             raise ConfigError(
                 f"train.initial_weights={config.train.initial_weights}: {error}"
             ) from error
-    if topology.rank == 0 or config.engine.shard_model != "none":
-        training.recall()  # ranks with shards evaluate together
+    if topology.rank == 0 or training.evaluates_together:
+        training.recall()
     if topology.rank == 0:
         copied = submitted(os.environ)
         code = copied["git"] if copied else code_state(folder_of(type(job)))

@@ -240,6 +240,13 @@ class GroupMembership(Callback):
         if done == steps:
             self._engine.newcomers_wait(self._newcomers_wait)
 
+    def on_held_out_piece(self, done: int) -> None:
+        """Leave the evaluation when there is a newer generation, which does it again."""
+        del done
+        # The pieces of a copy in shards are collective among its ranks.
+        if not self._engine.shard_ranks and self._latest.number > self._generation:
+            raise PeerLost("another rank is gone")
+
     def before_record(self) -> None:
         """On the rank that writes: raise `PeerLost` by the record itself, since the thread that
         hears of generations may have been stopped together with this rank.

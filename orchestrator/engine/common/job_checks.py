@@ -40,13 +40,19 @@ def checked_figures(found: Any, job: Any) -> dict[str, float]:
             raise JobError(
                 f"{named}'s '{name}' must be one number, but is {_describe_value(value)}"
             ) from None
+        figures[str(name)] = number
+    warn_of_non_finite(figures, named)
+    return figures
+
+
+def warn_of_non_finite(figures: Mapping[str, float], named: str) -> None:
+    """Warn of held-out figures that are NaN or infinite, of what `named` gives."""
+    for name, number in figures.items():
         if not math.isfinite(number):
             warn(
                 f"{named}'s '{name}' is {number}: of a model that diverged, or of a mistake in it",
                 kind=f"evaluate {name}",
             )
-        figures[str(name)] = number
-    return figures
 
 
 # ------------------------------------------------------------------ Training

@@ -310,7 +310,20 @@ class Accumulator:
             warn(draws_advice("loss() or the model"))
         return result
 
-    def _gradients(self, loss: Callable[[Any, Any], Sums], form: Any) -> Callable[..., Any]:
+    def losses(self, loss: Callable[[Any, Any], Sums], batch: Any) -> list[Any]:
+        """Return weight, total and metrics of a batch by `loss`, without a gradient and without
+        compilation: of an evaluation each shape of a batch would be compiled once more.
+        """
+        form, leaves = flatten(batch)
+        framework.set_context(mode=framework.PYNATIVE_MODE)
+        try:
+            _, (total, weight, metrics) = self._objective(loss, form)(*leaves)
+        finally:
+            if self._mode == "graph":
+                framework.set_context(mode=framework.GRAPH_MODE)
+        return [weight, total, *metrics]
+
+    def _objective(self, loss: Callable[[Any, Any], Sums], form: Any) -> Callable[..., Any]:
         model, names, batch_of = self._model, self._names, batch_maker(form)
 
         def forward(*leaves: Tensor) -> Any:
@@ -320,7 +333,10 @@ class Accumulator:
                 found = (*found, metrics[name])
             return total, weight, found
 
-        objective = self.precision.objective(forward)
+        return self.precision.objective(forward)
+
+    def _gradients(self, loss: Callable[[Any, Any], Sums], form: Any) -> Callable[..., Any]:
+        objective = self._objective(loss, form)
         return framework.value_and_grad(objective, None, self.parameters, has_aux=True)
 
     def _micro_step(self, gradients: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,8 +8,9 @@ import math
 import platform
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,8 +22,17 @@ from mindspore import Parameter, Tensor, nn, ops
 from safetensors.numpy import load_file, save_file
 
 from orchestrator.config.optimizer import check_builder, described
-from orchestrator.engine.api import BoundaryReport, Engine, EngineSettings, MicroBatch, Window
+from orchestrator.data import HeldOutData, kept_generators
+from orchestrator.engine.api import (
+    BoundaryReport,
+    Engine,
+    EngineSettings,
+    HeldOutReport,
+    MicroBatch,
+    Window,
+)
 from orchestrator.engine.common.boundary import STOP, Trailer, UpdatePolicy, limb_bits
+from orchestrator.engine.common.held_out import HeldOutSums, evaluating
 from orchestrator.engine.common.job_checks import (
     Kinds,
     check_fits,
@@ -56,9 +66,11 @@ from orchestrator.engine.mindspore.model import (
     replica_checker,
     seed_everything,
     state_of,
+    statistics_of_writer,
 )
 from orchestrator.errors import ConfigError, JobError, NonFiniteError, RunFolderError
 from orchestrator.job import Job, dataset_of
+from orchestrator.plan.held_out import HeldOutShare
 from orchestrator.plan.wire import trailer_numbers
 from orchestrator.rundir.checkpoints import WEIGHTS
 
@@ -108,7 +120,7 @@ class Loader:
                 f"share one random state; set train.loader_workers=0"
             )
 
-    def _fetch(self, micro_batch: MicroBatch) -> Any:
+    def _fetch(self, dataset: Any, micro_batch: MicroBatch) -> Any:
         samples: list[Any] = []
         for position, index in zip(micro_batch.positions, micro_batch.indices, strict=True):
             # Without `augments` once a micro-batch. Threads share the generators, so not in them.
@@ -116,18 +128,22 @@ class Loader:
                 seed = derived_seed("data", self._seed, micro_batch.update, position)
                 seed_python_and_numpy(seed)
                 ms.dataset.config.set_seed(seed & 0x7FFFFFFF)  # of mindspore.dataset.vision
-            samples.append(self._dataset[index])
+            samples.append(dataset[index])
         collated = self._collate(samples)
         return stack(samples, self._floats) if collated is None else collated
 
-    def batches(self, micro_batches: Iterable[MicroBatch]) -> Iterator[Any]:
+    def batches(
+        self, micro_batches: Iterable[MicroBatch], data: HeldOutData | None = None
+    ) -> Iterator[Any]:
+        """Yield a batch for each micro-batch: of the training's data, or of held-out data."""
+        dataset = self._dataset if data is None else data
         if not self._workers:
-            yield from map(self._fetch, micro_batches)
+            yield from (self._fetch(dataset, micro_batch) for micro_batch in micro_batches)
             return
         with ThreadPoolExecutor(self._workers, thread_name_prefix="loader") as pool:
             waiting: deque[Future[Any]] = deque()
             for micro_batch in micro_batches:
-                waiting.append(pool.submit(self._fetch, micro_batch))
+                waiting.append(pool.submit(self._fetch, dataset, micro_batch))
                 if len(waiting) > 2 * self._workers:
                     yield waiting.popleft().result()
             while waiting:
@@ -251,6 +267,11 @@ class MindSporeEngine(Engine):
     def batches(self, micro_batches: Iterable[MicroBatch]) -> Iterator[Any]:
         return self._loader.batches(micro_batches)
 
+    def held_out_batches(
+        self, data: HeldOutData, micro_batches: Iterable[MicroBatch]
+    ) -> Iterator[Any]:
+        return self._loader.batches(micro_batches, data)
+
     def begin_window(self, window: Window) -> None:
         self._job_state.watch()
         self._window = window
@@ -341,14 +362,59 @@ class MindSporeEngine(Engine):
         return self._group.all_gather(row).asnumpy().tolist()
 
     def evaluate(self) -> dict[str, float]:
+        with self._in_evaluation():
+            figures = getattr(self._job, "evaluate", lambda _: {})(self._model)
+        return checked_figures(figures, self._job)
+
+    def validate(
+        self,
+        data: HeldOutData,
+        share: HeldOutShare,
+        batches: Iterator[Any],
+        before_piece: Callable[[int], None],
+    ) -> HeldOutReport:
+        group, mark, seed_before = self._group, self._group.mark(), ms.get_seed()
+        sums = HeldOutSums(data, self._names, lambda numbers: list(map(as_float, numbers)))
+        loss, counted = python_loss(self._job), len(share.pieces) - share.padding
+        with (
+            statistics_of_writer(self._model, group, self.gather),
+            self._in_evaluation(),
+            kept_generators(),
+            self._job_state.isolated(),
+        ):
+            group.silence = "in an evaluation"
+            try:
+                for number, piece in enumerate(share.pieces):
+                    before_piece(number)
+                    with evaluating(data, piece):
+                        batch = next(batches)
+                        # The same random numbers in each evaluation, on any rank.
+                        seed = derived_seed("held-out", self._settings.seed, piece.start)
+                        seed_everything(seed)
+                        row = self._accumulator.losses(loss, batch)
+                    if number < counted:
+                        sums.add(piece, row)
+            finally:
+                group.silence = None
+                ms.set_seed(seed_before)
+            numbers = sums.numbers(self._limb_bits)
+        [summed] = group.sums([Tensor(np.asarray(numbers), self._accumulator.dtype)])
+        figures = sums.figures(summed.asnumpy().tolist(), self._limb_bits, self.gather)
+        sent = group.since(mark)
+        return HeldOutReport(
+            figures=figures, collectives=sent.collectives, bytes_on_wire=sent.bytes_on_wire
+        )
+
+    @contextmanager
+    def _in_evaluation(self) -> Generator[None]:
+        """Put the model into evaluation mode; each of its cells is as before afterwards."""
         before = [(cell, cell.training) for _, cell in self._model.cells_and_names()]
         self._model.set_train(False)
         try:
-            figures = getattr(self._job, "evaluate", lambda _: {})(self._model)
+            yield
         finally:
             for cell, training in before:
                 cell.add_flags(training=training)
-        return checked_figures(figures, self._job)
 
     def check_replicas(self) -> None:
         self._replica_checker.check_all()

@@ -26,6 +26,7 @@ from orchestrator.engine.common.job_checks import (
 from orchestrator.engine.common.learning_rate import LearningRate
 from orchestrator.engine.common.micro_steps import derived_seed, seed_python_and_numpy
 from orchestrator.engine.common.replicas import ReplicaChecker, WeightRange
+from orchestrator.engine.mindspore.group import MindSporeGroup
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.job import Job
 
@@ -198,6 +199,29 @@ def kept_statistics(model: nn.Cell) -> Generator[None]:
             raise JobError(
                 f"loss() changes {parameter.name} between micro-steps: change it in after_update"
             )
+
+
+@contextmanager
+def statistics_of_writer(
+    model: nn.Cell, group: MindSporeGroup, gather: Callable[[Sequence[float]], list[list[float]]]
+) -> Generator[None]:
+    """Within it, all ranks have rank 0's moving statistics and other parameters that are not
+    trained; each gets its own back afterwards. Collective, on entry.
+
+    Args:
+        gather: every rank's numbers, a row for each rank; collective.
+    """
+    with kept_statistics(model):
+        parameters: list[Any] = list(model.untrainable_params())
+        if parameters and group.size > 1:
+            digests = [hashlib.sha256(p.asnumpy().tobytes()).hexdigest() for p in parameters]
+            rows = gather([float(int(digest[:12], 16)) for digest in digests])  # 48 bits, exact
+            for parameter, column in zip(parameters, zip(*rows, strict=True), strict=True):
+                if len(set(column)) > 1:
+                    numbers = Tensor(parameter.asnumpy())
+                    group.broadcast(numbers)
+                    ops.assign(parameter, numbers)
+        yield
 
 
 def check_same_weights(sha256: str, gather: Callable[[Sequence[float]], list[list[float]]]) -> None:

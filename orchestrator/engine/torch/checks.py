@@ -258,17 +258,26 @@ def mean_refusal(loss: Loss) -> str:
 
 
 def checked_loss(loss: Loss, names: Sequence[str]) -> list[Any]:
-    """Return weight, total and the metrics of these names, without graphs and not waited for. They
-    are copies: until the boundary the caller may change its own in place, as a running sum.
+    """Return the `loss_numbers` of a loss that has a graph.
 
     Raises:
         JobError: `loss` breaks the contract of `Loss`.
     """
-    check_loss(loss, names, Tensor)
-    total: Any = loss.total
-    if not total.requires_grad:
+    numbers = loss_numbers(loss, names)
+    if not loss.total.requires_grad:
         raise JobError(
             "Loss.total has no graph to back-propagate; was it detached, or computed without grad?"
         )
-    numbers: list[Any] = [loss.weight, total, *map(loss.metrics.get, names)]
+    return numbers
+
+
+def loss_numbers(loss: Loss, names: Sequence[str]) -> list[Any]:
+    """Return weight, total and the metrics of these names, without graphs and not waited for. They
+    are copies: until they are read the caller may change its own in place, as a running sum.
+
+    Raises:
+        JobError: `loss` breaks the contract of `Loss`, but for a graph.
+    """
+    check_loss(loss, names, Tensor)
+    numbers: list[Any] = [loss.weight, loss.total, *map(loss.metrics.get, names)]
     return [n.detach().clone() if isinstance(n, Tensor) else n for n in numbers]

@@ -172,22 +172,22 @@ def check_same_start(
         broadcast_tensors(group, [tensor for _, tensor in whole])
         broadcast_tensors(replicate_group, [tensor for _, tensor in shards])
     name_of = {id(tensor): name for name, tensor in reversed(named)}
-    for_all = [*shapes, *((_NUMBERS + name, _digest(tensor)) for name, tensor in whole)]
+    for_all = [*shapes, *((_NUMBERS + name, digest_of(tensor)) for name, tensor in whole)]
     for_all.append(("the optimizer", type(optimizer).__qualname__))
     for number, settings in enumerate(optimizer.param_groups):
         for key, value in sorted(settings.items()):
             if key == "params":
                 value = [name_of.get(id(parameter)) for parameter in value]  # noqa: PLW2901
-            for_all.append((f"{key} of the optimizer's group {number}", _digest(value)))
-    of_replicas = [(_NUMBERS + name, _digest(tensor)) for name, tensor in shards]
+            for_all.append((f"{key} of the optimizer's group {number}", digest_of(value)))
+    of_replicas = [(_NUMBERS + name, digest_of(tensor)) for name, tensor in shards]
     for owner, state in optimizer.state.items():
         if not isinstance(state, Mapping):  # a number that the optimizer keeps for itself
-            of_replicas.append((f"the optimizer's {owner}", _digest(state)))
+            of_replicas.append((f"the optimizer's {owner}", digest_of(state)))
             continue
         entries: Mapping[Any, Any] = state
         for key in sorted(entries, key=str):
             what = f"the optimizer's {key} of {name_of.get(id(owner))}"
-            of_replicas.append((what, _digest(entries[key])))
+            of_replicas.append((what, digest_of(entries[key])))
     if not shards:
         check_same_traits(group, [*for_all, *of_replicas], in_loop=in_loop)
         return
@@ -251,11 +251,11 @@ def check_same_job_state(group: BaseGroup, state: JobState) -> None:
     if group.size > 1 and state.saved:
         tensors: dict[str, Tensor] = {}
         packed = pack(state.state(), tensors, "")
-        digests = [(name, _digest(tensor)) for name, tensor in tensors.items()]
+        digests = [(name, digest_of(tensor)) for name, tensor in tensors.items()]
         state.check_same(gather_numbers(group, [float(folded([json.dumps(packed), *digests]))]))
 
 
-def _digest(value: Any) -> str:
+def digest_of(value: Any) -> str:
     """Return a tensor's digest; a function's name; anything else as Python's repr."""
     if callable(value):  # whose repr holds an address
         return f"{value.__module__}.{getattr(value, '__qualname__', type(value).__qualname__)}"

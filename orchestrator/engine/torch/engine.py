@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,25 +16,34 @@ from torch.nn import Module
 
 from orchestrator.config.optimizer import check_builder, described
 from orchestrator.config.rules import interrupt_refusals
-from orchestrator.engine.api import BoundaryReport, Engine, EngineSettings, MicroBatch, Window
+from orchestrator.data import HeldOutData
+from orchestrator.engine.api import (
+    BoundaryReport,
+    Engine,
+    EngineSettings,
+    HeldOutReport,
+    MicroBatch,
+    Window,
+)
+from orchestrator.engine.common.boundary import limb_bits
+from orchestrator.engine.common.held_out import HeldOutSums, evaluating
 from orchestrator.engine.common.job_checks import (
     checked_figures,
     left_in_evaluation,
     refuse_scheduler,
 )
 from orchestrator.engine.common.micro_steps import derived_seed
-from orchestrator.engine.common.packing import unpack
 from orchestrator.engine.torch import loader
 from orchestrator.engine.torch.accumulator import Accumulator
-from orchestrator.engine.torch.buffers import as_sharded, is_expanded, local_part
-from orchestrator.engine.torch.checks import check_filled
+from orchestrator.engine.torch.buffers import as_sharded, local_part
+from orchestrator.engine.torch.checks import check_filled, loss_numbers
 from orchestrator.engine.torch.consistency_checks import check_same_job_state, machine_warning
 from orchestrator.engine.torch.grad_cache import CoupledWindows
 from orchestrator.engine.torch.group import (
     BaseGroup,
     broadcast_tensors,
     gather_numbers,
-    gather_texts,
+    to_floats,
     version_of,
 )
 from orchestrator.engine.torch.model import (
@@ -48,11 +56,13 @@ from orchestrator.engine.torch.model import (
     doubled,
     in_evaluation,
     job_state_of,
+    kept_random_state,
     modes_of,
     moved,
     seed_everything,
     with_norms,
 )
+from orchestrator.engine.torch.sent_state import buffers_of_writer, send_state, take_buffers
 from orchestrator.engine.torch.state import (
     Snapshot,
     load_job,
@@ -60,13 +70,13 @@ from orchestrator.engine.torch.state import (
     load_optimizer,
     load_weights,
     model_state,
-    pack,
     weights_sha256,
 )
 from orchestrator.engine.torch.sum_probe import check_samples
 from orchestrator.engine.torch.transports import peer_lost_during
 from orchestrator.errors import ConfigError, JobError, StateLost
 from orchestrator.job import Job, dataset_of, is_coupled
+from orchestrator.plan.held_out import HeldOutShare
 from orchestrator.rundir.warnings import warn
 from orchestrator.units import first_few
 
@@ -162,8 +172,8 @@ class TorchEngine(Engine):
         self._scale_before: dict[str, float] = {}
         self._forward_before: ForwardState | None = None
         # Rank 0 may leave a window to save what was before it.
-        has_buffers = any(True for _ in self.model.buffers())
-        self._restores_forward = settings.survive or (group.rank == 0 and has_buffers)
+        self._buffers = [name for name, _ in self.model.named_buffers()]
+        self._restores_forward = settings.survive or (group.rank == 0 and bool(self._buffers))
         self._is_first = True  # this process has not ended a window yet
         self._probed = self._is_sum = False
         self._warnings = norms + machine_warning(self.gather, settings.reduction)
@@ -194,9 +204,17 @@ class TorchEngine(Engine):
     # ------------------------------------------------------------------ an update
 
     def batches(self, micro_batches: Iterable[MicroBatch]) -> Iterator[Any]:
+        return self._batches_of(dataset_of(self._job), micro_batches)
+
+    def held_out_batches(
+        self, data: HeldOutData, micro_batches: Iterable[MicroBatch]
+    ) -> Iterator[Any]:
+        return self._batches_of(data, micro_batches)
+
+    def _batches_of(self, dataset: Any, micro_batches: Iterable[MicroBatch]) -> Iterator[Any]:
         return loader.batches(
             micro_batches,
-            dataset=dataset_of(self._job),
+            dataset=dataset,
             job=self._job,
             seed=self._settings.seed,
             workers=self._settings.loader_workers,
@@ -313,19 +331,69 @@ class TorchEngine(Engine):
         return gather_numbers(self._group, numbers)
 
     def evaluate(self) -> dict[str, float]:
+        with self._evaluation(
+            "evaluate() changed %s, and it is called on rank 0 alone, so ranks "
+            "would differ: evaluate a copy, as of copy.deepcopy(model)"
+        ):
+            figures = getattr(self._job, "evaluate", lambda _: {})(self.model)
+        return checked_figures(figures, self._job)
+
+    def validate(
+        self,
+        data: HeldOutData,
+        share: HeldOutShare,
+        batches: Iterator[Any],
+        before_piece: Callable[[int], None],
+    ) -> HeldOutReport:
+        self._taken.wait()
+        group, settings, mark = self._group, self._settings, self._group.mark()
+        sums = HeldOutSums(data, settings.metric_names, to_floats)
+        counted = len(share.pieces) - share.padding
+        with (
+            buffers_of_writer(group, self.model, self._buffers),
+            self._evaluation("loss() changed %s in an evaluation: change it in after_update()"),
+            kept_random_state(),
+            self._job_state.isolated(),
+        ):
+            group.silence = "in an evaluation"
+            try:
+                for number, piece in enumerate(share.pieces):
+                    before_piece(number)
+                    with evaluating(data, piece):
+                        batch = next(batches)
+                        # The same random numbers in each evaluation, on any rank.
+                        seed_everything(derived_seed("held-out", settings.seed, piece.start))
+                        row = loss_numbers(self._loss(batch), settings.metric_names)
+                    if number < counted:
+                        sums.add(piece, row)
+            finally:
+                group.silence = None
+            # HCCL has no float64.
+            dtype = torch.float32 if group.transport == "hccl" else torch.float64
+            bits = limb_bits(24 if dtype == torch.float32 else 53, group.size)
+            numbers = torch.tensor(sums.numbers(bits), dtype=dtype, device=group.device)
+        group.all_reduce_sum(numbers)
+        figures = sums.figures(numbers.tolist(), bits, self.gather)
+        sent = group.since(mark)
+        return HeldOutReport(
+            figures=figures, collectives=sent.collectives, bytes_on_wire=sent.bytes_on_wire
+        )
+
+    @contextmanager
+    def _evaluation(self, mistake: str) -> Generator[None]:
+        """Within it, the model is in evaluation mode and no gradients are recorded.
+
+        Raises:
+            JobError: the job's parameters are not as before then; `mistake` says so.
+        """
         before = {} if self.shard_ranks else self._evaluated_state()
         with self._translated_errors("the evaluation"), in_evaluation(self.model), torch.no_grad():
-            figures = getattr(self._job, "evaluate", lambda _: {})(self.model)
+            yield
         if self._sharded is not None:
             self._sharded.reshard()  # the optimizer steps shards
         after = self._evaluated_state() if before else {}
         if changed := [name for name, state in after.items() if state != before[name]]:
-            raise JobError(
-                f"{type(self._job).__name__}.evaluate() changed {first_few(changed, 3)}, and it is "
-                "called on rank 0 alone, so ranks would differ: evaluate a copy, as of "
-                "copy.deepcopy(model)"
-            )
-        return checked_figures(figures, self._job)
+            raise JobError(f"{type(self._job).__name__}.{mistake % first_few(changed, 3)}")
 
     def _evaluated_state(self) -> dict[str, tuple[int, bool]]:
         """Return what an evaluation must leave as it is, by the parameters' names."""
@@ -502,7 +570,7 @@ class TorchEngine(Engine):
         if min(applied) != newest:
             source = applied.index(newest)
             state = self._state_to_send() if among.rank == source else {}
-            text, found = _send_state(among, source, progress, state)
+            text, found = send_state(among, source, progress, state)
             if behind:
                 held = self.model.state_dict()
                 self.model.load_state_dict(
@@ -563,7 +631,7 @@ class TorchEngine(Engine):
         have = [bool(row[0]) for row in gather_numbers(group, [self._whole_state is not None])]
         if not any(have):
             return self.accumulator.optimizer_state(group)
-        _, found = _send_state(group, have.index(True), "", self._whole_state or {})
+        _, found = send_state(group, have.index(True), "", self._whole_state or {})
         return self._whole_state or found
 
     def regroup(self, group: BaseGroup) -> None:
@@ -575,17 +643,8 @@ class TorchEngine(Engine):
         # Some ranks have begun the next window already, with its rate.
         if base := earlier.optimizer.defaults.get("lr"):
             earlier.learning_rate.set(float(base))
-        # Batch norms' statistics are each rank's own; all go on with the writer's, as at a resume.
-        # Their shapes may differ, too: those of caches that forwards let grow.
-        _, buffers = _send_state(group, 0, "", dict(self.model.named_buffers()))
-        for name, value in buffers.items():
-            path, _, own_name = name.rpartition(".")
-            layer = self.model.get_submodule(path)
-            held = getattr(layer, own_name)
-            if held.shape == value.shape and not is_expanded(held):
-                held.detach().copy_(value)
-            else:
-                setattr(layer, own_name, value)
+        # All continue with the writer's buffers, as at a resume.
+        take_buffers(group, self.model, dict(self.model.named_buffers()))
         # A parameter that is frozen now may be thawed later: it stays among the trained ones.
         with self._modes.as_built():
             accumulator = Accumulator(self.model, earlier.optimizer, group, earlier.options)
@@ -594,26 +653,3 @@ class TorchEngine(Engine):
             accumulator.load_optimizer_state(self._whole_state)
             self._whole_state = None
         self._accumulate(accumulator)
-
-
-def _send_state(
-    group: BaseGroup, source: int, text: str, state: dict[str, Any]
-) -> tuple[str, dict[str, Any]]:
-    """Return text and state of rank `source` on every rank. Collective."""
-    tensors: dict[str, Tensor] = {}
-    message = "{}"
-    if group.rank == source:
-        packed = pack(state, tensors, "")
-        kinds = [
-            [n, str(t.dtype).removeprefix("torch."), list(t.shape), t.is_cpu]
-            for n, t in tensors.items()
-        ]
-        message = json.dumps({"text": text, "state": packed, "kinds": kinds})
-    content = json.loads(gather_texts(group, message)[source])
-    for name, dtype, shape, on_cpu in content["kinds"]:
-        if name not in tensors:
-            tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=group.device)
-        broadcast_tensors(group, [tensors[name].to(group.device)], source)
-        if on_cpu:  # as an optimizer's counts of steps, which it reads once a parameter
-            tensors[name] = tensors[name].cpu()
-    return content["text"], unpack(content["state"], tensors)

@@ -163,7 +163,7 @@ class ForwardState:
         earlier, self._buffers = self._buffers, {}
         for path, layer in self._model.named_modules():
             for name, buffer in layer.named_buffers(recurse=False):
-                if _is_opaque(buffer):
+                if is_opaque(buffer):
                     continue
                 _, same, version, before = earlier.get((path, name), (layer, None, 0, buffer))
                 if is_expanded(buffer):
@@ -188,7 +188,7 @@ class ForwardState:
             if not saved or isinstance(layer, _BatchNorm) or before.layout is not torch.strided:
                 return False
             now: Tensor | None = getattr(layer, name, None)
-            if now is None or _is_opaque(now):
+            if now is None or is_opaque(now):
                 return now is None
             alike = now.device == before.device and now.dtype == before.dtype
             return alike and not torch.equal(bytes_of(now), bytes_of(before))
@@ -243,7 +243,7 @@ def job_state_of(job: Any, model: Module, optimizer: Optimizer) -> JobState:
     return JobState(job, Module, version)
 
 
-def _is_opaque(buffer: Tensor) -> bool:
+def is_opaque(buffer: Tensor) -> bool:
     """Return whether a buffer has no numbers that could be copied."""
     return buffer.is_meta or buffer.is_quantized or buffer.is_nested or is_lazy(buffer)
 

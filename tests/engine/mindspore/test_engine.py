@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.metadata
 import itertools
+import random
 from functools import partial
 
 import mindspore as ms
@@ -18,6 +19,7 @@ from orchestrator import Loss, current_run
 from orchestrator.cli.start import prepare
 from orchestrator.config.composer import compose
 from orchestrator.config.rules import refuse_unsupported
+from orchestrator.data import HeldOutData
 from orchestrator.engine.api import EngineSettings, GroupSpec
 from orchestrator.engine.common.boundary import FIRST_SCALE
 from orchestrator.engine.mindspore.accumulator import Accumulator
@@ -32,6 +34,7 @@ from orchestrator.errors import (
     RunFolderError,
     TransportError,
 )
+from tests.engine.held_out import validate
 from tests.engine.mindspore import jobs
 from tests.engine.mindspore.program import RATE, _distance
 from tests.engine.windows import make_window, run
@@ -121,6 +124,30 @@ def test_a_batch_may_be_a_tensor_or_a_tuple_or_a_dictionary(style):
         update(engine, [15] * 4)
         found.append(weights(engine))
     assert all(_distance(one, found[0]) < 1e-6 for one in found[1:])
+
+
+@pytest.mark.parametrize("mode", ["pynative", "jit", "graph"])
+def test_an_evaluation_leaves_no_trace_and_drops_nothing(mode):
+    job = jobs.Dropped()
+    engine = built(job, mode=mode)
+    update(engine, [31, 30])
+    engine._model.elements.set_train(False)
+    before = random.getstate(), repr(np.random.get_state()), ms.get_seed()
+    trained = engine.weights_sha256()
+    modes = [cell.training for _, cell in engine._model.cells_and_names()]
+    data = HeldOutData({"a": job.dataset(), "b": job.dataset()[:7]})
+    first, again = (validate(engine, alone(), data, size=9).figures for _ in range(2))
+    assert first == again
+    assert validate(engine, alone(), data, size=61).figures == pytest.approx(first, rel=1e-6)
+    assert (random.getstate(), repr(np.random.get_state()), ms.get_seed()) == before
+    assert engine.weights_sha256() == trained
+    assert [cell.training for _, cell in engine._model.cells_and_names()] == modes
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    engine._model.set_train(False)
+    loss = job.loss(
+        engine._model, next(engine.batches([make_window(0, [(0, 61)]).micro_batches[0]]))
+    )
+    assert float(loss.total.asnumpy()) / 61 == pytest.approx(first["a.loss"], rel=1e-6)
 
 
 def test_compiled_or_not_a_forward_moves_statistics_once():

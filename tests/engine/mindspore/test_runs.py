@@ -10,10 +10,17 @@ from pathlib import Path
 import psutil
 import pytest
 
+from orchestrator.data import HeldOutData
+from orchestrator.engine.api import EngineSettings
 from orchestrator.engine.common.rendezvous import keep_port
+from orchestrator.engine.mindspore.engine import build_engine
+from orchestrator.engine.mindspore.group import MindSporeGroup
+from orchestrator.rundir.checkpoints import WEIGHTS
 from tests import helpers
 from tests.docs.printed import typed
 from tests.docs.scripts import shell_block
+from tests.engine.held_out import validate
+from tests.engine.mindspore.jobs import HeldOut
 from tests.hold import Hold
 from tests.programs import script
 
@@ -37,6 +44,28 @@ def test_both_engines_agree_from_the_same_start(tmp_path):
     start = tmp_path / "runs" / "start"
     done = helpers.verb("compare", ours, start, "--at-most", "1e-5", code=1)
     assert "more than --at-most 1e-05" in done.stderr
+    figures = [helpers.result(run)["metrics"] for run in (ours, torchs)]
+    assert figures[0].keys() == {"loss", "accuracy"}
+    assert figures[0] == pytest.approx(figures[1], rel=1e-4)
+
+
+def test_ranks_evaluate_together_with_the_statistics_of_rank_0(tmp_path):
+    run = tmp_path / "run"
+    helpers.call(
+        "job._target_=tests.engine.mindspore.jobs.HeldOut", "cluster.nodes=2", helpers.SMALL,
+        "accumulation.global_batch=32", "accumulation.micro_batch=8", "train.updates=3",
+        "train.evaluate_every=0", "tracker=none", f"run.dir={run}", timeout=290, code=0,
+    )  # fmt: skip
+    job = HeldOut()
+    group = MindSporeGroup(rank=0, size=1, transport="mccl")
+    engine = build_engine(job, EngineSettings(metric_names=job.metric_names), group)
+    checkpoint = max((run / "checkpoints").iterdir())
+    engine.load_weights(checkpoint / WEIGHTS)  # with the statistics of rank 0
+    report = validate(engine, group, HeldOutData({"": job.validation()}), size=8)
+    assert helpers.result(run)["metrics"] == report.figures
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    [collectives] = [line["collectives"] for line in lines if "evaluation" in line]
+    assert collectives == 1 + 4 + 1, "digests, the statistics of two norms, sums"
 
 
 def test_a_batch_that_grows_is_the_same_update_on_one_and_on_two_ranks(tmp_path):

@@ -1,0 +1,142 @@
+"""Evaluation of a job's held-out data by all ranks: `validation()` of a job class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any
+
+from orchestrator.data import HeldOutData
+from orchestrator.engine.api import Engine, HeldOutReport, Validates
+from orchestrator.engine.common.replicas import folded, minority_ranks
+from orchestrator.errors import ConfigError, JobError
+from orchestrator.job import Job, is_coupled
+from orchestrator.plan.held_out import HeldOutShare, cut_held_out, piece_size, share_of
+from orchestrator.plan.plan import Plan
+from orchestrator.plan.plan_warnings import named_ranks
+from orchestrator.plan.window import MicroBatch
+from orchestrator.trainer.consistency_checks import agreed_samples
+
+
+def agreed_held_out(engine: Engine, job: Any) -> HeldOutData | None:
+    """Return the job's held-out data, once all ranks agree on them; None where it has none.
+    Collective for a job that defines `validation`.
+
+    Raises:
+        ConfigError: the engine cannot evaluate on all ranks.
+        JobError: on all ranks alike; data sets that are empty, no data sets, or not the same on all
+            ranks, a loss that has no sums over held-out samples, or figures of equal names.
+    """
+    if getattr(type(job), "validation", Job.validation) is Job.validation:
+        return None
+    name = type(job).__name__
+    held_out = job.validation()
+    data_sets: Mapping[Any, Any] = {} if held_out is None else {"": held_out}
+    if isinstance(held_out, Mapping):
+        data_sets = held_out
+        if not data_sets or not all(isinstance(key, str) and key for key in data_sets):
+            raise JobError(
+                f"{name}.validation() must give a data set, or data sets by name, as in "
+                f"return {{'seen': …, 'unseen': …}}, but gives names {list(data_sets)!r:.80}; "
+                "None says that there are no held-out data"
+            )
+    rows = engine.gather([float(folded(list(data_sets)))])
+    if odd := minority_ranks(rows):
+        raise JobError(
+            f"{name}.validation() gives other data sets on {named_ranks(odd)}; every rank needs "
+            "the same ones, of which the plan gives it its part"
+        )
+    if not data_sets:
+        return None
+    if not isinstance(engine, Validates):
+        raise ConfigError(
+            f"{name} defines validation(), but {type(engine).__name__} cannot evaluate on all "
+            "ranks; compute the figures in evaluate(model), which rank 0 calls"
+        )
+    if is_coupled(job) or getattr(job, "talks_in_window", False):
+        why = "defines embed()" if is_coupled(job) else "sets talks_in_window"
+        raise JobError(
+            f"{name} defines validation(), but also {why}: its loss depends on the samples of "
+            "other ranks, so sums over held-out samples would depend on the number of ranks. "
+            "Compute the figures in evaluate(model), which rank 0 calls"
+        )
+    for key, data_set in data_sets.items():
+        what = f"validation()[{key!r}]" if key else "validation()"
+        # Random numbers of samples follow from their place, so they may draw some.
+        if not agreed_samples(engine, data_set, augments=True, what=what):
+            raise JobError(
+                f"{name}.{what} has no samples, so it has no loss; leave it out, or give it some"
+            )
+    data = HeldOutData(data_sets)
+    metrics: dict[str, float] = dict.fromkeys(getattr(job, "metric_names", ()), 0.0)
+    names = [figure for n in range(len(data_sets)) for figure in data.figures(n, 0.0, metrics)]
+    if "loss" in metrics or len(set(names)) < len(names):
+        raise JobError(
+            f"two figures of {name}.validation() would have one name: rename the metric 'loss', or "
+            f"the data sets (names of figures: {', '.join(names)})"
+        )
+    return data
+
+
+class HeldOutEvaluation:
+    """The evaluation of held-out data by the ranks of one group. `close` it.
+
+    Loader workers live from one evaluation to the next, since their start takes seconds; they
+    fetch the first batches of the next one ahead.
+
+    Args:
+        before_piece: called before each piece of this rank.
+    """
+
+    def __init__(
+        self,
+        data: HeldOutData,
+        engine: Engine,
+        plan: Plan,
+        *,
+        rank: int,
+        ranks: int,
+        before_piece: Callable[[int], None],
+    ) -> None:
+        self._data, self._engine, self._before_piece = data, engine, before_piece
+        # The size for the plan's ranks, so that figures do not change where some are lost.
+        size = piece_size(
+            plan.batch,
+            plan.ranks,
+            reduction=plan.reduction,
+            most_samples=plan.work and plan.work.most_samples,
+        )
+        pieces = cut_held_out(data.lengths, size)
+        self._share = share_of(pieces, rank, ranks, shard_ranks=engine.shard_ranks)
+        self._batches: Iterator[Any] | None = None
+
+    def __call__(self) -> HeldOutReport:
+        """Evaluate. Collective."""
+        engine: Any = self._engine
+        if self._batches is None:
+            self._batches = engine.held_out_batches(self._data, _repeated(self._share))
+        return engine.validate(self._data, self._share, self._batches, self._before_piece)
+
+    def close(self) -> None:
+        """End the loader workers."""
+        if isinstance(self._batches, Generator):
+            self._batches.close()
+        self._batches = None
+
+
+def _repeated(share: HeldOutShare) -> Iterator[MicroBatch]:
+    while share.pieces:
+        yield from share.micro_batches()
+
+
+def joined_figures(together: Mapping[str, float], own: Mapping[str, float]) -> dict[str, float]:
+    """Return the figures of `validation` and of `evaluate`.
+
+    Raises:
+        JobError: both have a figure of one name.
+    """
+    if both := together.keys() & own.keys():
+        raise JobError(
+            f"evaluate() returns {', '.join(sorted(both))}, which validation() gives as well: "
+            "rename it in evaluate(), or leave it out there"
+        )
+    return {**together, **own}
