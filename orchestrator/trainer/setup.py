@@ -265,6 +265,7 @@ def _set_up(worker: WorkerProcess) -> Training:
     run, attempt, topology, stop = worker.run, worker.attempt, worker.topology, worker.stop
     config = read_config(run.existing().read_config())
     worker.begin(config)
+    worker.defer_notice()
     samples_before = run.read_plan().get("dataset_samples")  # before rank 0 writes the next plan
     spec = GroupSpec(
         rank=topology.rank,

@@ -108,6 +108,47 @@ def test_a_request_to_cancel_is_read_at_boundaries_once_a_second(run):
         assert rank.stop.requested == (now > 1001)
 
 
+def deferring(run, **periods):
+    """Rank 0 of a run whose notice of a time limit is long: an end takes 20 s."""
+    rank = Rank0(run, None)
+    rank.callback._grace = GracePeriods(ahead_s=60, end_s=20, **periods)
+    rank.callback._progress.done = DONE
+    rank.stop.defers = True
+    return rank
+
+
+@pytest.mark.parametrize(
+    ("periods", "updates"),
+    [
+        ({}, 6),  # of 5 s each, and a checkpoint of 0.75 s, in 60 s less the end's 20
+        ({"job_ends": 1100.0}, 14),  # 80 s
+        ({"job_ends": 1100.0, "preempt_s": 30.0, "kill_wait_s": 30.0}, 6),  # it may be that
+    ],
+)
+def test_a_long_notice_of_the_time_limit_is_deferred_until_the_end_is_near(run, periods, updates):
+    rank = deferring(run, **periods)
+    rank.ask()
+    done = 0
+    while not rank.stop.requested:
+        rank.steps(1.25, range(4), 4)
+        rank.steps(0, [4], 4)
+        done += 1
+    assert (done, rank.saved) == (updates + 1, [])
+
+
+def test_other_requests_are_not_deferred(run):
+    for request in (TERM, None):
+        stop = deferring(run).stop
+        stop.set(USR2)
+        stop.set(USR2)  # the agent's parent forwards it, too
+        assert not stop.requested
+        stop.set(request)
+        assert stop.requested
+    stop.times = {USR2: stop.times[USR2] - 6}
+    stop.set(USR2)
+    assert stop.requested, "a person repeated it"
+
+
 def test_updates_longer_than_the_grace_are_warned_of_once(run):
     callback = Rank0(run, 2.0).callback
     with pytest.warns(UserWarning, match="longer than the 2 s"):
@@ -157,6 +198,9 @@ def test_the_grace_periods_are_read_from_the_submission():
     assert GracePeriods.read({"kill_wait_s": 3, "preempt_grace_s": 0}, 60).shortest_s == 3
     assert GracePeriods.read({"time_limit_s": 60}, 60).ahead_s == 30
     assert GracePeriods.read({}, 60) == GracePeriods(ahead_s=60), "no scheduler was asked"
+    assert GracePeriods.read({"time_limit_s": 600}, 299, 5.0).end_s is None
+    long = GracePeriods.read({"time_limit_s": 600}, 300, 5.0)
+    assert (long.ahead_s, long.end_s, long.job_ends) == (300, 60, 605.0)
 
 
 def test_an_earlier_reason_for_a_departure_stays(run):
