@@ -30,12 +30,14 @@ from orchestrator.clusters.slurm.safe_values import quoted
 from orchestrator.config.program import is_program, short_name, target_of
 from orchestrator.config.schema import ClusterConfig, Config, gpu_count, node_range, notice_s
 from orchestrator.errors import START_AGAIN
+from orchestrator.rundir.files import DISK_PATIENCE_S
 from orchestrator.rundir.folder import RunDir
 
 TRAPPED = "TERM INT HUP USR1 USR2"
 SRUN_LOG = 9  # the descriptor of srun's log, opened before any user code runs
 PREAMBLE = 8  # the descriptor of the preamble's text
 SRUN_GRACE_S = 10  # between the signals to an srun that does not end
+ROOM_BYTES = 65536  # that a disk must have for the files of an attempt's start
 STOPPED_S = 5  # for which a process of the script may be stopped
 STARTER = "clusters/slurm/node_entry.py"
 PER_TASK = (
@@ -105,7 +107,23 @@ refuse_links "$restarts"
 @{BASE}=$((@{attempt} + $(cat "$restarts" 2>/dev/null || echo 0)))
 attempt=$(printf %03d $((@{BASE} + ${SLURM_RESTART_COUNT:-0})))
 refuse_links "$run/attempts/$attempt" "$run/attempts/$attempt/srun.log"
-mkdir -p "$run/attempts/$attempt"
+# A disk that is full for some time ends no run. What starts now writes some small files.
+make_attempt() (
+    export LC_ALL=C
+    mkdir -p "$run/attempts/$attempt" &&
+        head -c @{ROOM_BYTES} /dev/zero >"$run/attempts/$attempt/room"
+)
+waited_s=0
+until problem=$(make_attempt 2>&1) || [ -n "$stop_signal" ]; do
+    if ! [[ $problem =~ "No space left"|quota && $waited_s -lt @{DISK_PATIENCE_S} ]]; then
+        echo "error: $problem" >&2
+        exit 1
+    fi
+    [ $waited_s != 0 ] || echo "$problem; waiting for space, for up to @{DISK_PATIENCE_S} s"
+    waited_s=$((waited_s + 1))
+    read -rt 1 <> <(:)
+done
+rm -f "$run/attempts/$attempt/room"
 exec @{SRUN_LOG}>>"$run/attempts/$attempt/srun.log"
 """)
 # Called in the background: whatever is set, trapped or ended in here, what follows it is done.
@@ -344,7 +362,12 @@ def _step(
     # A container has its own, but the last line of a job's script runs outside.
     if config.cluster.container is None or not attended:
         yield from PYTHON_CHECK.lines(python=quoted(host.python))
-    yield from ATTEMPT.lines(BASE=BASE_ATTEMPT_VARIABLE, attempt=attempt)
+    yield from ATTEMPT.lines(
+        BASE=BASE_ATTEMPT_VARIABLE,
+        attempt=attempt,
+        ROOM_BYTES=ROOM_BYTES,
+        DISK_PATIENCE_S=int(DISK_PATIENCE_S),
+    )
     yield f"export {PATH_VARIABLE}={quoted(':'.join(map(str, host.path)))}"
     if host.code is not None:
         yield f"export {snapshot.CODE_VARIABLE}={quoted(host.code)}"

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from orchestrator.agent.links import closed_ports, is_port_closed
 from orchestrator.agent.node_spec import published_agents
@@ -45,7 +45,7 @@ from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.notify import Notifier
 from orchestrator.rundir.checkpoints import Fence, read_newest_attempt
 from orchestrator.rundir.files import (
-    FULL_ERRORS,
+    await_disk_space,
     is_own,
     read_json,
     read_text,
@@ -76,7 +76,6 @@ from orchestrator.slurm_client import (
 )
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 OURS = frozenset({"RUNNING", "COMPLETING"})
 REQUEUED = frozenset({"COMPLETING", "PENDING"})
@@ -92,7 +91,6 @@ FRUITLESS = 10
 IN_PLACE = 3
 """Fruitless starts in one allocation, before the next is tried on other nodes."""
 PROGRAM_LEAST_S = 60.0
-DISK_PATIENCE_S, DISK_POLL_S = 600.0, 1.0
 
 
 class Next(Enum):
@@ -101,21 +99,6 @@ class Next(Enum):
     END = "end"
     REQUEUE = "requeue"
     NEW_SRUN = "new srun"
-
-
-def await_disk_space(action: Callable[[], T]) -> T:
-    """Repeat an action while the disk is full, for some time. Raises its `OSError` after that."""
-    began, reported = time.monotonic(), False
-    while True:
-        try:
-            return action()
-        except OSError as error:
-            if error.errno not in FULL_ERRORS or time.monotonic() - began > DISK_PATIENCE_S:
-                raise
-            if not reported:
-                _log(f"{error}; waiting for space on the disk, for up to {DISK_PATIENCE_S:.0f} s")
-                reported = True
-            time.sleep(DISK_POLL_S)
 
 
 def finalize_in_job(
@@ -159,7 +142,7 @@ def finalize_in_job(
         culprit=lambda: culprit_of(run, attempt, code),
         restart=partial(_count_new_srun, run)
         if in_place
-        else partial(_requeue, client, job, patience_s=REQUEUE_PATIENCE_S, tell=_log),
+        else partial(_requeue, client, job, patience_s=REQUEUE_PATIENCE_S, tell=print_note),
         in_place=in_place,
     )
     if not again:
@@ -185,10 +168,10 @@ def _await_answer(client: SlurmClient, job_id: str) -> Job | None:
                 raise ClusterError(str(error)) from error
             raise
 
-    return retry_unanswered(query, patience_s=math.inf, tell=_log)
+    return retry_unanswered(query, patience_s=math.inf, tell=print_note)
 
 
-def _log(message: str) -> None:
+def print_note(message: str) -> None:
     """Print to batch.log, or to the node's log if the coordinator acts for the script."""
     with contextlib.suppress(OSError):  # a full disk must not keep a job from its requeue
         print(message, flush=True)  # noqa: T201
@@ -222,7 +205,7 @@ def _await_agents(run: RunDir, attempt: int) -> None:
         if all(is_port_closed(peer.address, peer.port, REACH_S, unknown=True) for peer in peers):
             return
         if not reported:
-            _log("srun has ended, but agents continue; waiting for them")
+            print_note("srun has ended, but agents continue; waiting for them")
             reported = True
         time.sleep(POLL_S)
 
@@ -290,16 +273,16 @@ def finalize_without_script(run: RunDir, attempt: int, why: str) -> None:
         why: how the script ended, for people.
     """
     fence = Fence(run.newest_attempt, attempt)
-    _log("the batch script is gone; its part is done from here")
+    print_note("the batch script is gone; its part is done from here")
     try:
         if fence.is_stale:
             return
         finalize = partial(finalize_in_job, run.path, attempt, 0, "", script_gone=why)
-        if await_disk_space(finalize) is Next.REQUEUE:
+        if await_disk_space(finalize, print_note) is Next.REQUEUE:
             return
         SlurmClient().check_output("scancel", own_job_id(os.environ))
     except ClusterError as error:  # no commands in a container: `status` or `resume` does it
-        _log(f"error: {error}")
+        print_note(f"error: {error}")
 
 
 def restart_or_end(
