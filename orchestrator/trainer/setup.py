@@ -75,6 +75,7 @@ class Training:
         rates: the job's own learning rates, if any.
         membership: None where losses are not survived.
         recorder: on rank 0, the one that writes. If that rank dies, another makes its own.
+        in_boundary: weights and optimizer may be changing.
     """
 
     run: RunDir
@@ -89,6 +90,7 @@ class Training:
     membership: GroupMembership | None = None
     progress: TrainingProgress = field(default_factory=TrainingProgress)
     recorder: Recorder | None = None
+    in_boundary: bool = False
 
     def restore(self, rank: int) -> bool:
         """Load the newest sound checkpoint, if any; return whether there is one. Collective."""

@@ -88,6 +88,7 @@ class WorkerProcess:
         self.link = AgentLink(self._note_stop)
         self.fence = Fence(run.newest_attempt, attempt)
         self.failure: dict[str, Any] | None = None
+        self._failed: tuple[BaseException, int] | None = None  # and the exit status
         self.close_tracker: Callable[[State], None] = lambda _: None
         self._requeue, self._ahead_s = False, 0
 
@@ -162,6 +163,11 @@ class WorkerProcess:
 
     def fail(self, error: BaseException) -> int:
         """Record what ended this worker, for people and other ranks; return the exit status."""
+        if self._failed is None or self._failed[0] is not error:
+            self._failed = error, self._record(error)
+        return self._failed[1]
+
+    def _record(self, error: BaseException) -> int:
         if isinstance(error, Unrecoverable) and error.nodes and self.restarts:
             from submitit.slurm.slurm import SlurmJobEnvironment
 
