@@ -29,7 +29,7 @@ from orchestrator.rundir.folder import RESUMED, RunDir
 from orchestrator.rundir.metrics import read_progress, recent_records, updates_of
 from orchestrator.rundir.outcome import describe_culprit, read_outcome
 from orchestrator.rundir.warnings import warn
-from orchestrator.slurm_client import node_failure
+from orchestrator.slurm_client import cancellation, node_failure
 
 KILL_WAIT_S = 30.0
 CANCEL_CHECK_S = 1.0
@@ -272,6 +272,8 @@ def restart_reason(run: RunDir, attempt: int) -> str | None:
     is_consequence = culprit is None or culprit.rank in secondary
     if is_consequence and (failed := node_failure(run, last)):
         return failed  # the scheduler ended the job, agents included
+    if is_consequence and (cancelled := cancellation(run, last)):
+        return f"{cancelled}; its ranks had too little time to stop"
     if culprit is None:
         return None
     return describe_culprit(culprit.to_json()).split("\n", maxsplit=1)[0]

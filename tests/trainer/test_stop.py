@@ -2,6 +2,7 @@
 
 import json
 import signal
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -225,6 +226,27 @@ def test_the_reason_of_a_restart_is_the_node_that_failed_or_what_was_left_behind
     lost_a_peer = {"rank": 1, "node": "n2", "secondary": True}
     write_json(run.failure(1, 1), lost_a_peer)
     assert restart_reason(run, 2) == "node n3 failed"
+
+
+@pytest.mark.parametrize(
+    ("note", "why"),
+    [
+        ("JOB REQUEUE", "requeued (scontrol requeue, or a node that failed or was set down)"),
+        ("NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS", "a node failed"),
+        ("PREEMPTION", "preempted"),
+    ],
+)
+def test_a_job_that_slurm_ended_before_its_ranks_could_answer_has_slurms_reason(run, note, why):
+    def cancelled(at: float) -> str:
+        text = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(at))
+        return f"slurmstepd-n0: error: *** JOB 7 ON n0 CANCELLED AT {text} DUE TO {note} ***\n"
+
+    run.srun_log(1).write_text("srun: Job step aborted: Waiting up to 5 seconds\n")
+    run.batch_log.write_text(cancelled(time.time() - 60))
+    assert restart_reason(run, 2) is None, "that was an earlier attempt"
+    with run.batch_log.open("a") as log:
+        log.write(cancelled(time.time()))
+    assert restart_reason(run, 2) == f"{why}; its ranks had too little time to stop"
 
 
 def test_lost_updates_are_counted_whoever_wrote_the_record_last(run):

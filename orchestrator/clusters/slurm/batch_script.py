@@ -104,7 +104,8 @@ ATTEMPT = Shell("""\
 job_id=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
 restarts=$run/attempts/srun-restarts-$job_id  # how often srun was restarted
 refuse_links "$restarts"
-@{BASE}=$((@{attempt} + $(cat "$restarts" 2>/dev/null || echo 0)))
+restarted=$(cat "$restarts" 2>/dev/null || echo 0)
+@{BASE}=$((@{attempt} + restarted))
 attempt=$(printf %03d $((@{BASE} + ${SLURM_RESTART_COUNT:-0})))
 refuse_links "$run/attempts/$attempt" "$run/attempts/$attempt/srun.log"
 # A disk that is full for some time ends no run. What starts now writes some small files.
@@ -129,7 +130,7 @@ exec @{SRUN_LOG}>>"$run/attempts/$attempt/srun.log"
 # Called in the background: whatever is set, trapped or ended in here, what follows it is done.
 RANKS = Shell("""\
 start_ranks() {
-local -r _step_options=("$@@")  # of srun for one node; a preamble may set others
+local -r _step_options=("$@@")  # of a later step; a preamble may set others
 [ ! -e "$run/cancel" ] || exit 0
 [ -z "$stop_signal" ] || exit 143
 """)
@@ -165,7 +166,8 @@ start_lost_agents() {
             @{SRUN_LOG}>>"$run/attempts/$attempt/srun-$index.log" &
     done
 }
-start_ranks &
+# slurmctld may not know for minutes that the step before has ended, and would not start another.
+if [ "$restarted" = 0 ]; then start_ranks & else start_ranks --overlap & fi
 srun=$!
 (
     until [ -e "$run/attempts/$attempt/outcome.json" ]; do

@@ -17,6 +17,7 @@ import contextlib
 import logging
 import math
 import os
+import re
 import time
 from collections.abc import Callable
 from enum import Enum
@@ -24,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from orchestrator.agent.links import closed_ports, is_port_closed
+from orchestrator.agent.links import Peer, Port, closed_ports, is_port_closed, probe_ports
 from orchestrator.agent.node_spec import published_agents
 from orchestrator.clusters.api import Culprit
 from orchestrator.clusters.slurm.diagnosis import (
@@ -63,6 +64,7 @@ from orchestrator.rundir.outcome import (
     write_result,
 )
 from orchestrator.slurm_client import (
+    REQUEUED_BY_OTHERS,
     STOP_CODES,
     TIMEOUT_S,
     Job,
@@ -133,7 +135,10 @@ def finalize_in_job(
     cut_off = outcome is not None and outcome.state is not State.FINISHED
     if script_gone and cut_off and (departure is not None or not run.failures(attempt)):
         departure = {**(departure or departure_note(script_gone)), "why": script_gone}
-    in_place = not (orderly or script_gone or stop_signal) and _is_usable(run, attempt, job, code)
+    daemons_listen = partial(_daemons_listen, client, job.nodes)
+    in_place = not (orderly or script_gone or stop_signal) and _is_usable(
+        run, attempt, job, code, daemons_listen
+    )
     again = restart_or_end(
         run,
         attempt,
@@ -221,15 +226,23 @@ def _count_new_srun(run: RunDir) -> None:
     write_atomically(run.srun_restarts(job_id), f"{_srun_restarts(run, job_id) + 1}\n")
 
 
-def _is_usable(run: RunDir, attempt: int, job: Job, code: int) -> bool:
+def _is_usable(
+    run: RunDir,
+    attempt: int,
+    job: Job,
+    code: int,
+    daemons_listen: Callable[[], bool] = lambda: False,
+) -> bool:
     """Return whether the next attempt can begin in this allocation, by another srun.
 
     Not if the scheduler wants the nodes, one of them is suspect, or that was in vain before.
     """
     if job.state != "RUNNING" or _reason_to_stop(run, job, job.restarts):
         return False
-    if node_failure(run, attempt) or (job.requeue and _count_fruitless(run, attempt) >= IN_PLACE):
+    if job.requeue and _count_fruitless(run, attempt) >= IN_PLACE:
         return False
+    if node_failure(run, attempt) and not daemons_listen():
+        return False  # else only a process of the step, slurmstepd, say, has failed there
     outcome, peers = read_outcome(run, attempt), published_agents(run, attempt)
     if outcome is not None:
         blamed = outcome.culprit
@@ -245,10 +258,41 @@ def _is_usable(run: RunDir, attempt: int, job: Job, code: int) -> bool:
     return closed_ports(known, REACH_S) == known.keys()
 
 
+def _daemons_listen(client: SlurmClient, nodes: str) -> bool:
+    """Return whether SLURM's daemon of each of these nodes accepts connections."""
+    try:
+        shown = client.check_output("scontrol", "--oneliner", "show", "nodes", nodes)
+        usual = client.settings()["SlurmdPort"]  # shown for nodes with another one only
+    except ClusterError as error:
+        log.info("whether the daemons of %s listen is not known: %s", nodes, error)
+        return False
+    addresses = re.findall(r"\bNodeAddr=(\S+)", shown)
+    ports = [
+        re.search(r"\bPort=(\d+)", line) or re.fullmatch(r"(\d+)", usual)
+        for line in shown.splitlines()
+    ]
+    if not addresses or len(addresses) != len(ports) or not all(ports):
+        return False
+    daemons = {
+        index: Peer(address, int(port[1]), index)
+        for index, (address, port) in enumerate(zip(addresses, ports, strict=True))
+        if port is not None
+    }
+    return all(state is Port.OPEN for state in probe_ports(daemons, REACH_S).values())
+
+
 def _cut_short(run: RunDir, attempt: int, code: int, stop_signal: str) -> str | None:
     """Return what stopped an attempt without a failure or an orderly end; else None."""
     outcome = read_outcome(run, attempt)
     if outcome is not None:
+        missed, culprit = node_failure(run, attempt), outcome.culprit
+        if outcome.lost and missed and culprit is not None and culprit.rank is None:
+            # Where srun misses a node's part of the step, it ends the others, whom agents miss.
+            others = (
+                describe_srun_end(run, attempt) == SRUN_ENDED
+                and f"node {culprit.node} " not in missed
+            )
+            return missed if others else outcome.lost
         return outcome.lost
     if not all(failure["secondary"] for failure in run.failures(attempt)):
         return None
@@ -502,7 +546,7 @@ def stop_reason(job: Job, now: float, ahead_s: float, restarts: int = 0) -> str 
     if job.preempted_at is not None:
         return "preempted"
     if job.restarts > restarts:
-        return "requeued (scontrol requeue, or a node that failed or was set down)"
+        return REQUEUED_BY_OTHERS
     # The end time of an ended or ending job is no limit.
     left_s = job.ends_at - now if job.ends_at and job.state == "RUNNING" else None
     if job.reason == "TimeLimit" or (left_s is not None and left_s < ahead_s + MARGIN_S):

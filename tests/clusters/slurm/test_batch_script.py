@@ -134,6 +134,16 @@ def test_a_stopped_script_srun_or_last_step_is_continued(tmp_path, monkeypatch):
     assert script.done.stdout.count("was stopped; it continues") == 2
 
 
+def test_a_second_step_in_the_allocation_overlaps_the_first_which_may_still_be_listed(tmp_path):
+    def count(run: RunDir) -> None:
+        (run.attempts / "srun-restarts-7").write_text("1\n")
+
+    for name, before in (("first", lambda _: None), ("second", count)):
+        (tmp_path / name).mkdir()
+        script = Script(tmp_path / name, slurm_config(), before=before, SLURM_JOB_ID="7")
+        assert ("<--overlap>" in script.words("srun")) == (name == "second")
+
+
 def test_an_attempt_that_starts_on_a_full_disk_waits_for_space(tmp_path, disk):
     room = disk.folder / "attempts" / "003" / "room"
 
