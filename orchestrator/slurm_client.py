@@ -583,8 +583,13 @@ def numbers(listed: str) -> Iterator[int]:
         yield from range(int(first), int(last or first) + 1)
 
 
-def node_failure(run: RunDir, attempt: int) -> str | None:
-    """Describe the failure of a node that srun's log reports, by name or number; else None."""
+def node_failure(run: RunDir, attempt: int, names: Sequence[str] = ()) -> str | None:
+    """Describe the failure of a node that srun's log reports, by name or number; else None.
+
+    Args:
+        names: of the attempt's nodes, where they are known: a node that failed at once has left no
+            file with its name.
+    """
     try:
         log = read_end(run.srun_log(attempt), SRUN_LOG_BYTES).decode("utf-8", errors="replace")
     except FileNotFoundError:
@@ -593,7 +598,9 @@ def node_failure(run: RunDir, attempt: int) -> str | None:
         return None
     name = found["name"]
     if name is None:
-        name = (read_json(run.node_ranks(attempt, int(found["number"]))) or {}).get("node")
+        number = int(found["number"])
+        name = (read_json(run.node_ranks(attempt, number)) or {}).get("node")
+        name = names[number] if name is None and number < len(names) else name
     return f"node {name or found['number']} failed"
 
 

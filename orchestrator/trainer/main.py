@@ -195,7 +195,7 @@ def _save_last_boundary(worker: WorkerProcess, training: Training, *, failed: bo
 
 def _compute(loop: TrainingLoop, training: Training, stop: StopFlag) -> None:
     """Compute the windows of one group."""
-    engine = training.engine
+    engine, training.in_boundary = training.engine, False
     batches = engine.batches(loop.micro_batches(loop.progress.updates))
     for window in loop:
         current_run.set_update(window.update, window.epoch)

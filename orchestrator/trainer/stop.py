@@ -119,13 +119,16 @@ class GracePeriods:
 
     def deadline(self, stop: StopFlag) -> float:
         """Return the earliest possible time of the kill, by `time.monotonic`."""
-        first = min(stop.times.values()) + self.shortest_s
-        if self.job_ends is not None:
-            # A preemption may send the same signal, where there is any.
-            is_limit = stop.defers and self.preempt_s is None
-            first = self.job_ends if is_limit else min(first, self.job_ends)
-        if stop.defers and self.end_s is not None:
-            first -= self.end_s
+        began = min(stop.times.values())
+        first = began + self.shortest_s
+        if self.end_s is not None:
+            # Unless the limit was extended meanwhile.
+            if self.job_ends is not None and began < self.job_ends:
+                # A preemption may send the same signal, where there is any.
+                is_limit = stop.defers and self.preempt_s is None
+                first = self.job_ends if is_limit else min(first, self.job_ends)
+            if stop.defers:
+                first -= self.end_s
         term = stop.times.get(signal.SIGTERM)
         return first if term is None else min(first, term + self.kill_wait_s)
 

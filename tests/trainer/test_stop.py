@@ -124,6 +124,7 @@ def deferring(run, **periods):
         ({}, 6),  # of 5 s each, and a checkpoint of 0.75 s, in 60 s less the end's 20
         ({"job_ends": 1100.0}, 14),  # 80 s
         ({"job_ends": 1100.0, "preempt_s": 30.0, "kill_wait_s": 30.0}, 6),  # it may be that
+        ({"job_ends": 900.0}, 6),  # the limit was extended
     ],
 )
 def test_a_long_notice_of_the_time_limit_is_deferred_until_the_end_is_near(run, periods, updates):

@@ -27,6 +27,7 @@ from typing import Any
 
 from orchestrator.agent.links import Peer, Port, closed_ports, is_port_closed, probe_ports
 from orchestrator.agent.node_spec import published_agents
+from orchestrator.agent.topology import node_names
 from orchestrator.clusters.api import Culprit
 from orchestrator.clusters.slurm.diagnosis import (
     AGENTS_KILLED,
@@ -129,7 +130,7 @@ def finalize_in_job(
     if job is None or job.restarts != restarts or job.state not in OURS | {"CANCELLED"}:
         return Next.END
     orderly = departure is not None
-    if departure is None and (why := _cut_short(run, attempt, code, stop_signal)):
+    if departure is None and (why := _cut_short(run, attempt, code, stop_signal, job.nodes)):
         departure = departure_note(why)
     outcome = read_outcome(run, attempt)
     cut_off = outcome is not None and outcome.state is not State.FINISHED
@@ -281,11 +282,18 @@ def _daemons_listen(client: SlurmClient, nodes: str) -> bool:
     return all(state is Port.OPEN for state in probe_ports(daemons, REACH_S).values())
 
 
-def _cut_short(run: RunDir, attempt: int, code: int, stop_signal: str) -> str | None:
-    """Return what stopped an attempt without a failure or an orderly end; else None."""
+def _cut_short(
+    run: RunDir, attempt: int, code: int, stop_signal: str, nodes: str = ""
+) -> str | None:
+    """Return what stopped an attempt without a failure or an orderly end; else None.
+
+    Args:
+        nodes: of the job, in SLURM's notation.
+    """
+    names = node_names({"SLURM_JOB_NODELIST": nodes})
     outcome = read_outcome(run, attempt)
     if outcome is not None:
-        missed, culprit = node_failure(run, attempt), outcome.culprit
+        missed, culprit = node_failure(run, attempt, names), outcome.culprit
         if outcome.lost and missed and culprit is not None and culprit.rank is None:
             # Where srun misses a node's part of the step, it ends the others, whom agents miss.
             others = (
@@ -296,7 +304,7 @@ def _cut_short(run: RunDir, attempt: int, code: int, stop_signal: str) -> str | 
         return outcome.lost
     if not all(failure["secondary"] for failure in run.failures(attempt)):
         return None
-    if failed := node_failure(run, attempt):
+    if failed := node_failure(run, attempt, names):
         return failed
     if code not in {*STOP_CODES, KILLED}:
         job_id = str((run.read_handle() or {}).get("job_id", "0"))
@@ -438,8 +446,11 @@ def _describe_no_progress(
 
 def _is_loss(run: RunDir, attempt: int, why: str | None) -> bool:
     """Return whether an attempt was cut short by no stop, but by a loss of srun or a node."""
-    losses = (SRUN_KILLED, SRUN_ENDED, SRUN_FAILED, AGENTS_KILLED, node_failure(run, attempt))
-    return why is not None and why in losses
+    if why is None:
+        return False
+    if why.startswith("node ") and why.endswith(" failed"):
+        return node_failure(run, attempt) is not None
+    return why in (SRUN_KILLED, SRUN_ENDED, SRUN_FAILED, AGENTS_KILLED)
 
 
 def _count_fruitless(run: RunDir, attempt: int) -> int:
@@ -515,7 +526,7 @@ def _finalize_locked(run: RunDir, seen: Job) -> str | None:
         return None
     departure = read_json(run.departure(attempt))
     if departure is None:
-        why = _cut_short(run, attempt, 0, "")
+        why = _cut_short(run, attempt, 0, "", job.nodes)
         if not why and job.exit_signal and job.state == "FAILED" and not run.failures(attempt):
             # SLURM ends the ranks of a script that a signal has killed; they may have had no time.
             why = "its batch script was killed"

@@ -333,6 +333,13 @@ def test_the_node_that_srun_missed_is_the_cause_of_the_loss_of_the_others(run):
     assert _cut_short(run, 0, KILLED, "") == "node n0 failed"
 
 
+def test_a_node_that_failed_before_its_agent_began_is_named_by_the_jobs_list(run):
+    attempts(run, 1)
+    run.srun_log(0).write_text(f"{MISSING} 1\n")
+    assert _cut_short(run, 0, KILLED, "", "n[3,7-9]") == "node n7 failed"
+    assert _cut_short(run, 0, KILLED, "", "n3") == "node 1 failed"
+
+
 @pytest.mark.parametrize("program", [True, False])
 def test_a_program_whose_workers_all_finished_has_finished(run, program):
     attempts(run, 1)
