@@ -96,6 +96,7 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
     membership, progress, engine = training.membership, training.progress, training.engine
     group = training.group if membership is None else membership  # with the present rank and size
     train, in_shards = training.config.train, training.config.engine.shard_model != "none"
+    process = os.getpid()
     worker.link.send_event("trains")
 
     def evaluate() -> dict[str, float]:
@@ -157,7 +158,9 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
                 _save_last_boundary(worker, training)
                 raise
         except Exception as error:
-            if not training.in_boundary and not isinstance(error, StopRequested | ReplicasDiffer):
+            own = os.getpid() == process  # else it is a child's that the job has forked
+            safe = not (training.in_boundary or isinstance(error, StopRequested | ReplicasDiffer))
+            if own and safe:
                 _save_before_failing(worker, training, error)
             raise
 
