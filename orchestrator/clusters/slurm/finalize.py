@@ -242,15 +242,15 @@ def _is_usable(
         return False
     if job.requeue and _count_fruitless(run, attempt) >= IN_PLACE:
         return False
-    if node_failure(run, attempt) and not daemons_listen():
+    finalizing = run.finalizing(attempt)
+    ended_by_script = finalizing.exists() and read_text(finalizing)
+    if (node_failure(run, attempt) or ended_by_script) and not daemons_listen():
         return False  # else only a process of the step, slurmstepd, say, has failed there
     outcome, peers = read_outcome(run, attempt), published_agents(run, attempt)
     if outcome is not None:
         blamed = outcome.culprit
         # A rank that was stopped, or sleeps in the kernel, may be its node's fault.
-        stalled = outcome.lost is not None and blamed is not None and blamed.rank is not None
-        ended_by_script = run.finalizing(attempt).exists() and read_text(run.finalizing(attempt))
-        if stalled or ended_by_script:
+        if outcome.lost is not None and blamed is not None and blamed.rank is not None:
             return False
     elif not peers and code != KILLED:  # srun itself could not start the agents
         return False

@@ -401,6 +401,7 @@ def test_an_allocation_is_used_again_unless_its_nodes_are_wanted_or_suspect(run,
     assert usable()
     run.finalizing(0).write_text("sent srun SIGTERM\n")
     assert not usable()
+    assert usable(daemons_listen=True)
     run.finalizing(0).write_text("")
     ended(run, 0, "failed", culprit=BEYOND, lost="rank 3 on n1 was stopped")
     assert not usable()
