@@ -38,6 +38,7 @@ SRUN_LOG = 9  # the descriptor of srun's log, opened before any user code runs
 PREAMBLE = 8  # the descriptor of the preamble's text
 SRUN_GRACE_S = 10  # between the signals to an srun that does not end
 ROOM_BYTES = 65536  # that a disk must have for the files of an attempt's start
+STEPS_S = 20  # for which a controller that has just started may refuse steps
 STOPPED_S = 5  # for which a process of the script may be stopped
 STARTER = "clusters/slurm/node_entry.py"
 PER_TASK = (
@@ -53,7 +54,12 @@ class Shell(Template):
 
     def lines(self, **values: object) -> list[str]:
         """Return the text's lines with these values."""
-        numbers = {"SRUN_LOG": SRUN_LOG, "STOPPED_S": STOPPED_S, "NODE_INDEX": NODE_VARIABLE}
+        numbers = {
+            "SRUN_LOG": SRUN_LOG,
+            "STOPPED_S": STOPPED_S,
+            "STEPS_S": STEPS_S,
+            "NODE_INDEX": NODE_VARIABLE,
+        }
         return self.substitute(TRAPPED=TRAPPED, **numbers, **values).splitlines()
 
 
@@ -166,8 +172,19 @@ start_lost_agents() {
             @{SRUN_LOG}>>"$run/attempts/$attempt/srun-$index.log" &
     done
 }
-# slurmctld may not know for minutes that the step before has ended, and would not start another.
-if [ "$restarted" = 0 ]; then start_ranks & else start_ranks --overlap & fi
+# slurmctld may not know for minutes that the step before has ended: the next one overlaps it. Where
+# slurmctld itself has just started, it refuses steps for seconds, and srun asks again in a minute.
+await_steps() {
+    for _ in {1..@{STEPS_S}}; do
+        timeout @{SRUN_GRACE_S} srun --overlap --immediate=1 --mpi=none --input=none \\
+            --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 true 2>/dev/null && return
+    done
+}
+if [ "$restarted" = 0 ]; then
+    start_ranks &
+else
+    { await_steps; start_ranks --overlap; } &
+fi
 srun=$!
 (
     until [ -e "$run/attempts/$attempt/outcome.json" ]; do

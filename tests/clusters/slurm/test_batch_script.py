@@ -138,10 +138,15 @@ def test_a_second_step_in_the_allocation_overlaps_the_first_which_may_still_be_l
     def count(run: RunDir) -> None:
         (run.attempts / "srun-restarts-7").write_text("1\n")
 
-    for name, before in (("first", lambda _: None), ("second", count)):
-        (tmp_path / name).mkdir()
-        script = Script(tmp_path / name, slurm_config(), before=before, SLURM_JOB_ID="7")
-        assert ("<--overlap>" in script.words("srun")) == (name == "second")
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}
+    for again, before in enumerate((lambda _: None, count)):
+        (folder := tmp_path / str(again)).mkdir()
+        script = Script(folder, slurm_config(), before=before, **job)
+        calls = [line for line in script.words("srun").splitlines() if "<--" in line]
+        assert ["<--overlap>" in call for call in calls if "<--unbuffered>" in call] == [
+            bool(again)
+        ]
+        assert sum("<--immediate=1>" in call for call in calls) == again, "steps can be made"
 
 
 def test_an_attempt_that_starts_on_a_full_disk_waits_for_space(tmp_path, disk):
