@@ -4,7 +4,9 @@ Hypothesis has no deadlines and does not check its speed: how long an example ta
 machine proves nothing, and on a fresh one it first writes its tables of Unicode.
 """
 
+import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import helpers
+from tests.full_disk import Disk
 from tests.order import place_of
 
 ROOT = Path(__file__).parent
@@ -112,3 +115,13 @@ def _handlers_as_before() -> Iterator[None]:
 # Both set up before all other fixtures of their scope, so they end what those start, too.
 _of_a_test = pytest.fixture(autouse=True)(_end_what_it_starts)
 _of_a_module = pytest.fixture(autouse=True, scope="module")(_end_what_it_starts)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    """A small file system of the test's own, to fill."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a file system to fill")
+    disk = Disk(tmp_path / "disk")
+    yield disk
+    subprocess.run(["umount", "-l", disk.folder], check=True, capture_output=True)

@@ -176,6 +176,10 @@ FAULTS: dict[str, Fault] = {
     "processes of a node vanish": Fault(  # of another than the batch script's
         do=lambda s: breaking.kill_jobs(s.cluster, s.run.nodes()[-1]), why=NODE
     ),
+    "kill a step daemon": Fault(
+        do=lambda s: breaking.kill_step_daemon(s.cluster, s.job, s.chance.choice(s.run.nodes())),
+        why=rf"{NODE}|srun was|rank \d",
+    ),
     "a node goes dark": Fault(
         do=lambda s: breaking.crash_node(s.cluster, s.run.nodes()[-1]), why=rf"{NODE}|rank \d"
     ),

@@ -532,6 +532,16 @@ NODE_FAILURE = re.compile(
     r"srun: error: ((Node failure|Task launch for .* failed) on (node )?(?P<name>[^\s:]+)"
     r"|.*(missing step on|Cannot communicate with) node (?P<number>\d+))"
 )
+CANCELLED = re.compile(
+    r"\*\*\* JOB \S+ ON \S+ CANCELLED AT (?P<time>[\d:T-]+) DUE TO (?P<why>[A-Z ]+)"
+)
+REQUEUED_BY_OTHERS = "requeued (scontrol requeue, or a node that failed or was set down)"
+CANCELLED_BECAUSE = {
+    "JOB REQUEUE": REQUEUED_BY_OTHERS,
+    "NODE FAILURE": "a node failed",
+    "PREEMPTION": "preempted",
+    "TIME LIMIT": "near its time limit",
+}
 TASKS = re.compile(r"srun: error: (?P<node>\S+): tasks? (?P<tasks>[\d,\-]+): (?P<what>.+)")
 
 
@@ -573,8 +583,13 @@ def numbers(listed: str) -> Iterator[int]:
         yield from range(int(first), int(last or first) + 1)
 
 
-def node_failure(run: RunDir, attempt: int) -> str | None:
-    """Describe the failure of a node that srun's log reports, by name or number; else None."""
+def node_failure(run: RunDir, attempt: int, names: Sequence[str] = ()) -> str | None:
+    """Describe the failure of a node that srun's log reports, by name or number; else None.
+
+    Args:
+        names: of the attempt's nodes, where they are known: a node that failed at once has left no
+            file with its name.
+    """
     try:
         log = read_end(run.srun_log(attempt), SRUN_LOG_BYTES).decode("utf-8", errors="replace")
     except FileNotFoundError:
@@ -583,8 +598,24 @@ def node_failure(run: RunDir, attempt: int) -> str | None:
         return None
     name = found["name"]
     if name is None:
-        name = (read_json(run.node_ranks(attempt, int(found["number"]))) or {}).get("node")
+        number = int(found["number"])
+        name = (read_json(run.node_ranks(attempt, number)) or {}).get("node")
+        name = names[number] if name is None and number < len(names) else name
     return f"node {name or found['number']} failed"
+
+
+def cancellation(run: RunDir, attempt: int) -> str | None:
+    """Return why SLURM has ended the job during an attempt, by its script's log; else None."""
+    began = min((path.stat().st_mtime for path in run.attempt(attempt).iterdir()), default=0.0)
+    try:
+        log = read_end(run.batch_log, SRUN_LOG_BYTES).decode("utf-8", errors="replace")
+    except FileNotFoundError:
+        return None
+    lines = list(CANCELLED.finditer(log))
+    if not lines:
+        return None
+    at = time.mktime(time.strptime(lines[-1]["time"], "%Y-%m-%dT%H:%M:%S"))
+    return CANCELLED_BECAUSE.get(lines[-1]["why"].strip()) if at >= int(began) else None
 
 
 def task_exits(log: str) -> list[TaskExit]:

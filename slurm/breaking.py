@@ -58,6 +58,15 @@ def kill_srun(cluster: DevCluster, job: str) -> None:
     processes.kill([srun.pid for srun in sruns if srun.parent() not in sruns])
 
 
+def kill_step_daemon(cluster: DevCluster, job: str, node: str) -> None:
+    """Kill the daemon of the ranks' step on a node; its tasks and slurmd live."""
+    found = cluster.node_pids(node).step_daemons
+    steps = [d.pid for d in found if str(d.job) == job and d.step.isdigit()]
+    if not steps:
+        raise DevClusterError(f"job {job} has no step running on node {node}")
+    processes.kill(steps)
+
+
 def kill_agents(cluster: DevCluster, job: str) -> None:
     """Kill the agents of a job's nodes and their parents; the kernel kills their ranks then."""
     tasks = [t for node in cluster.node_names for t in cluster.node_pids(node).tasks]

@@ -19,9 +19,9 @@ class Faulty:
     Args:
         pause_s: sleep in every micro-step, until `hold` is released.
         hold: folder of a `tests.hold.Hold`.
-        fault: what happens to rank `fault_rank` when it has done `fault_after` micro-steps:
-            "raise", "kill", "drift", "mute" (an exception that cannot be printed), "fork" (two
-            children that do not end themselves).
+        fault: what happens to rank `fault_rank` (None: to all) when it has done `fault_after`
+            micro-steps: "raise", "kill", "drift", "mute" (an exception that cannot be printed),
+            "fork" (two children that do not end themselves).
     """
 
     def __init__(self, pause_s=0.0, fault=None, fault_rank=1, fault_after=5, hold=None):
@@ -41,7 +41,7 @@ class Faulty:
         self._progress = UserDict(self._progress, steps=steps)  # so that copies of the job differ
 
     def now(self, fault):
-        mine = int(os.environ["SLURM_PROCID"]) == self.fault_rank
+        mine = self.fault_rank in (None, int(os.environ["SLURM_PROCID"]))
         return self.fault == fault and mine and self.steps == self.fault_after
 
     def after_update(self, model, update):

@@ -51,7 +51,7 @@ from orchestrator.agent.workers import STOP_SIGNALS, Workers
 from orchestrator.engine.common.rendezvous import listen
 from orchestrator.errors import RunFolderError
 from orchestrator.notify import Notifier
-from orchestrator.rundir.files import read_json
+from orchestrator.rundir.files import await_disk_space, read_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.generations import GenerationRecord, message_of
 
@@ -99,7 +99,7 @@ class Agent:
         self._run = RunDir(spec.run)
         self._notifier = Notifier(self._run)
         self._selector = selectors.DefaultSelector()
-        self._secret = secret_of(self._run, spec.attempt)
+        self._secret = await_disk_space(lambda: secret_of(self._run, spec.attempt), log.warning)
         self._listener = listen(spec.address)
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
@@ -138,7 +138,8 @@ class Agent:
             clock=self._clock,
             on_fork=self._close_in_fork,
         )
-        self._published = publish_agent(spec, int(self._listener.getsockname()[1]))
+        port = int(self._listener.getsockname()[1])
+        self._published = await_disk_space(lambda: publish_agent(spec, port), log.warning)
 
     def _close_in_fork(self) -> None:
         """Release the agent's resources in a new worker."""

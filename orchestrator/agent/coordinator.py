@@ -94,7 +94,7 @@ class WorkerState:
             coordinator's clock; `program`: a user's program, whose waits look like idleness.
         can_save: whether it holds the state of its last boundary, and will leave its window to save
             it; None until it has answered that another worker failed.
-        left_after: it has left its window, after so many updates.
+        left_after: it has left its window, after so many updates; `failed`: by an error of its own.
         given_up: the cause, if it is killed because it hangs.
         seen: its position, by its latest report.
         log_bytes: size of its log when its stack was requested.
@@ -109,6 +109,7 @@ class WorkerState:
     awaits_newcomers: tuple[int, int] | None = None
     can_save: bool | None = None
     left_after: int | None = None
+    failed: bool = False
     final_state: str | None = None
     standing: Standing = Standing.MOVES
     stands_since: float = 0.0
@@ -319,6 +320,7 @@ class Coordinator:
             worker.can_save = event["able"]
         elif kind == "save_ready":
             worker.can_save, worker.left_after = True, event["updates"]
+            worker.failed = event.get("failed", False)
             member = self._member(worker.rank)
             if member in self._member_set and member not in self._lost_members:
                 self._end_others()  # it has lost a peer, whose end may not be known yet
@@ -405,7 +407,8 @@ class Coordinator:
 
     def _elect_saver(self, now: float) -> None:
         """Choose who saves the last boundary of a failed attempt: of the live members the one with
-        the most updates, the first of these.
+        the most updates, the first of these. One that has failed itself comes last: what its state
+        is on a device after an error is not certain, and all may have failed alike.
 
         They differ by one update at most, but only those that have left their windows know theirs.
         """
@@ -423,12 +426,13 @@ class Coordinator:
         silent = any(one.can_save is None and self._is_member(one) for one in members)
         if silent and now < self._answers_by:
             return
-        ready = [(one.left_after, one.rank) for one in able if one.left_after is not None]
+        ready = [one for one in able if one.left_after is not None]
         if not ready:
             return
-        self._elect_at = min(self._elect_at, now + ELECT_S)
+        if not all(one.failed for one in ready):
+            self._elect_at = min(self._elect_at, now + ELECT_S)
         if len(ready) == len(able) or now >= self._elect_at:
-            _, self._saver = max(ready, key=lambda one: one[0])
+            self._saver = max(ready, key=lambda one: (not one.failed, one.left_after or 0)).rank
             self._to_worker(None, saver=self._saver)
             # A large state takes as long as a slow disk needs.
             self._give_up_at = now + max(SAVE_S, self._spec.hang_s)

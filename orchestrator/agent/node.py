@@ -8,6 +8,7 @@ restarts if it is killed and workers may be replaced (`local_nodes.py`).
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 from collections.abc import Callable, Mapping
@@ -23,8 +24,10 @@ from orchestrator.config.reading import read_config
 from orchestrator.config.rules import planned_survival
 from orchestrator.config.schema import Config
 from orchestrator.errors import JobError
-from orchestrator.rundir.files import write_json
+from orchestrator.rundir.files import await_disk_space, write_json
 from orchestrator.rundir.folder import RunDir
+
+log = logging.getLogger(__name__)
 
 
 def node_spec(run: RunDir, attempt: int, config: Config, env: Mapping[str, str]) -> NodeSpec:
@@ -76,7 +79,8 @@ def run_node(path: Path, attempt: int, agent_of: Callable[[NodeSpec], Agent] = A
     config = read_config(run.existing().read_config())
     spec = node_spec(run, attempt, config, os.environ)
     ranks = list(spec.ranks_of(spec.index))
-    write_json(run.node_ranks(attempt, spec.index), {"node": spec.name, "ranks": ranks})
+    path, table = run.node_ranks(attempt, spec.index), {"node": spec.name, "ranks": ranks}
+    await_disk_space(lambda: write_json(path, table), log.warning)
     return NodeProcesses([spec], [worker_environment(spec)], agent_of).run()
 
 

@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
@@ -148,6 +149,17 @@ def stat_of(pid: int) -> tuple[str, float]:
     values = text.rpartition(")")[2].split()  # the process name may hold anything
     ticks = int(values[11]) + int(values[12])
     return values[0], ticks / 100.0
+
+
+def began_at(pid: int) -> float | None:
+    """Return when a process began, by `time.monotonic`; None if it has ended."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    ticks = int(text.rpartition(")")[2].split()[19])
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - age_s
 
 
 def waits_of(threads: Iterable[tuple[int, int]]) -> int:

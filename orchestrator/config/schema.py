@@ -17,6 +17,7 @@ from orchestrator.plugins import CLUSTERS, TRACKERS, TRANSPORTS, PluginKind
 LARGEST_INT = 2**63 - 1  # what the files, the random numbers' seeds and the frameworks can hold
 LONGEST_S = 10 * 365 * 24 * 3600.0
 LONGEST_NAME = 4096
+END_S = 60.0
 UNUSABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
 
 
@@ -399,6 +400,11 @@ def notice_s(signal_ahead_s: int, limit_s: float | None) -> int:
     (60, 60, 300)
     """
     return signal_ahead_s if limit_s is None else min(signal_ahead_s, max(1, int(limit_s / 2)))
+
+
+def end_s(limit_s: float) -> float:
+    """Return the time to keep for the end of a job, from its last checkpoint to its time limit."""
+    return min(END_S, limit_s / 4)
 
 
 def gpu_count(gpus: Any) -> int:

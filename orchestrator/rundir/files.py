@@ -15,11 +15,12 @@ import os
 import secrets
 import shutil
 import stat
+import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from orchestrator.errors import RunFolderError
 
@@ -27,6 +28,8 @@ PRIVATE = 0o700
 PRIVATE_FILE = 0o600
 BLOCK = 1 << 20
 FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
+DISK_PATIENCE_S, DISK_POLL_S = 600.0, 1.0
+T = TypeVar("T")
 DIGEST = "sha256"  # the last key of a JSON table
 _BEFORE_DIGEST = f'\n "{DIGEST}": "'
 _AFTER_DIGEST = '"\n}\n'
@@ -130,6 +133,25 @@ def is_full(path: Path) -> bool:
         return False
     # A file system without figures reports 0 blocks and 0 files in all.
     return (room.f_blocks > 0 and not room.f_bavail) or (room.f_files > 0 and not room.f_favail)
+
+
+def await_disk_space(action: Callable[[], T], tell: Callable[[str], object]) -> T:
+    """Repeat an action while the disk is full, for some time. Raises its `OSError` after that.
+
+    Args:
+        tell: gets a sentence about the wait, once.
+    """
+    began, told = time.monotonic(), False
+    while True:
+        try:
+            return action()
+        except OSError as error:
+            if error.errno not in FULL_ERRORS or time.monotonic() - began > DISK_PATIENCE_S:
+                raise
+            if not told:
+                tell(f"{error}; waiting for space on the disk, for up to {DISK_PATIENCE_S:.0f} s")
+                told = True
+            time.sleep(DISK_POLL_S)
 
 
 def is_own(path: Path) -> bool:

@@ -80,14 +80,15 @@ class AgentLink:
         """Send the agent an event for the coordinator."""
         self._send({"event": event, **values})
 
-    def await_saver(self, updates: int) -> int | None:
+    def await_saver(self, updates: int, *, failed: bool = False) -> int | None:
         """Return the rank that the coordinator chooses to save the last boundary of a failed run;
         None if no choice comes.
 
         Args:
             updates: that this rank has completed. It has left its window for good.
+            failed: because of its own code; another rank is chosen, if one can.
         """
-        self.send_event("save_ready", updates=updates)
+        self.send_event("save_ready", updates=updates, failed=failed)
         with waiting.for_others("the choice of the rank that saves"):
             self._saver_chosen.wait(SAVER_S)
         return self._saver

@@ -18,10 +18,17 @@ from orchestrator.audit import FOLDER
 from orchestrator.client.balance import SPARE_WINDOWS, MeasuredSpeeds
 from orchestrator.client.loop import Callback, RankWindows, TrainingLoop
 from orchestrator.client.run import current_run
-from orchestrator.engine.api import Engine
-from orchestrator.errors import EXIT_FINISHED, EXIT_STOPPED, Evicted, PeerLost
+from orchestrator.errors import (
+    EXIT_FINISHED,
+    EXIT_STOPPED,
+    Evicted,
+    PeerLost,
+    ReplicasDiffer,
+    StopRequested,
+)
 from orchestrator.rundir.checkpoints import remove_partial
 from orchestrator.rundir.files import write_json
+from orchestrator.rundir.warnings import warn
 from orchestrator.trainer.agent_link import PositionMarks
 from orchestrator.trainer.evaluation import HeldOutEvaluation, joined_figures
 from orchestrator.trainer.setup import Training, set_up
@@ -91,6 +98,7 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
     membership, progress, engine = training.membership, training.progress, training.engine
     group = training.group if membership is None else membership  # with the present rank and size
     train, in_shards = training.config.train, training.config.engine.shard_model != "none"
+    process = os.getpid()
     worker.link.send_event("trains")
 
     def evaluate() -> dict[str, float]:
@@ -155,7 +163,7 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
             if training.evaluates_together:  # some may have before others were lost
                 rows = engine.gather([progress.evaluated])
                 progress.evaluated = int(min(row[0] for row in rows))
-            _compute(loop, engine, worker.stop)
+            _compute(loop, training, worker.stop)
             if membership is None or not progress.newcomers:
                 worker.link.mark("the end (result, goodbye to the others)")
                 return training.facts_of_ranks()  # a rank may still be lost here
@@ -172,6 +180,12 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
             except PeerLost:
                 _save_last_boundary(worker, training)
                 raise
+        except Exception as error:
+            own = os.getpid() == process  # else it is a child's that the job has forked
+            safe = not (training.in_boundary or isinstance(error, StopRequested | ReplicasDiffer))
+            if own and safe:
+                _save_before_failing(worker, training, error)
+            raise
         finally:
             if held_out is not None:
                 held_out.close()
@@ -187,12 +201,27 @@ def _speeds(training: Training, rank: int, ranks: int) -> MeasuredSpeeds | None:
     return MeasuredSpeeds(rank, training.progress.updates, ahead, training.engine.gather)
 
 
-def _save_last_boundary(worker: WorkerProcess, training: Training) -> None:
-    """Save the state of the last boundary, unless another rank does. Not collective."""
+def _save_before_failing(worker: WorkerProcess, training: Training, error: Exception) -> None:
+    """Save the state of the last boundary on a rank whose own code failed in a window, if no other
+    rank can: all of them may have failed in this way.
+    """
+    worker.fail(error)  # first: saving may fail as well, or take long
+    try:
+        _save_last_boundary(worker, training, failed=True)
+    except Exception as another:  # noqa: BLE001  # a consequence of the first one, perhaps
+        warn(f"the state after update {training.progress.updates} is not saved: {another}")
+
+
+def _save_last_boundary(worker: WorkerProcess, training: Training, *, failed: bool = False) -> None:
+    """Save the state of the last boundary, unless another rank does. Not collective.
+
+    Args:
+        failed: this rank itself has failed, so that others come first.
+    """
     progress, membership = training.progress, training.membership
     if not (progress.updates and training.saves_on_failure):
         return
-    saver = worker.link.await_saver(progress.updates)
+    saver = worker.link.await_saver(progress.updates, failed=failed)
     saves = training.recorder is not None if saver is None else saver == worker.topology.rank
     if not saves:
         return
@@ -203,8 +232,9 @@ def _save_last_boundary(worker: WorkerProcess, training: Training) -> None:
     training.complete_record(() if membership is None else membership.changes)
 
 
-def _compute(loop: TrainingLoop, engine: Engine, stop: StopFlag) -> None:
+def _compute(loop: TrainingLoop, training: Training, stop: StopFlag) -> None:
     """Compute the windows of one group."""
+    engine, training.in_boundary = training.engine, False
     batches = engine.batches(loop.micro_batches(loop.progress.updates))
     for window in loop:
         current_run.set_update(window.update, window.epoch)
@@ -213,7 +243,9 @@ def _compute(loop: TrainingLoop, engine: Engine, stop: StopFlag) -> None:
             loop.begin_micro_step(window, number)
             engine.micro_step(next(batches), micro_batch)
         loop.begin_micro_step(window, window.steps)
+        training.in_boundary = True
         loop.end_window(engine.boundary(stop=stop.requested))
+        training.in_boundary = False
 
 
 def _callbacks(worker: WorkerProcess, training: Training) -> list[Callback]:

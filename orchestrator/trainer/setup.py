@@ -81,6 +81,7 @@ class Training:
         held_out: what all ranks evaluate together; None where the job has none.
         membership: None where losses are not survived.
         recorder: on rank 0, the one that writes. If that rank dies, another makes its own.
+        in_boundary: weights and optimizer may be changing.
     """
 
     run: RunDir
@@ -96,6 +97,7 @@ class Training:
     membership: GroupMembership | None = None
     progress: TrainingProgress = field(default_factory=TrainingProgress)
     recorder: Recorder | None = None
+    in_boundary: bool = False
 
     def restore(self, rank: int) -> bool:
         """Load the newest sound checkpoint, if any; return whether there is one. Collective."""
@@ -277,6 +279,7 @@ def _set_up(worker: WorkerProcess) -> Training:
     run, attempt, topology, stop = worker.run, worker.attempt, worker.topology, worker.stop
     config = read_config(run.existing().read_config())
     worker.begin(config)
+    worker.defer_notice()
     plan_before = run.read_plan()  # before rank 0 writes the next one
     spec = GroupSpec(
         rank=topology.rank,

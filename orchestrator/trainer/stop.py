@@ -2,9 +2,10 @@
 
 Agents act on signals and send workers a message. All ranks then stop after the same update, since
 the request travels with the boundary's reduction. If that boundary would come after the scheduler's
-kill, rank 0 saves what the last one left and leaves inside the window, and the others follow. Rank
-0 writes `departure.json`, and the batch script requeues the job (`clusters.slurm.finalize`): no
-worker needs SLURM's commands, which a container may lack.
+kill, rank 0 saves what the last one left and leaves inside the window, and the others follow. A
+notice that takes half of the time limit or more comes too early: rank 0 requests the stop once the
+end is near. It writes `departure.json`, and the batch script requeues the job
+(`clusters.slurm.finalize`): no worker needs SLURM's commands, which a container may lack.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 from orchestrator.agent.topology import Topology
 from orchestrator.client.checkpoints import Checkpoints
 from orchestrator.client.loop import Callback, CompletedUpdate, TrainingProgress
-from orchestrator.config.schema import notice_s
+from orchestrator.config.schema import end_s, notice_s
 from orchestrator.errors import StopRequested
 from orchestrator.rundir.checkpoints import Fence
 from orchestrator.rundir.files import read_json
@@ -28,11 +29,15 @@ from orchestrator.rundir.folder import RESUMED, RunDir
 from orchestrator.rundir.metrics import read_progress, recent_records, updates_of
 from orchestrator.rundir.outcome import describe_culprit, read_outcome
 from orchestrator.rundir.warnings import warn
-from orchestrator.slurm_client import node_failure
+from orchestrator.slurm_client import cancellation, node_failure
 
 KILL_WAIT_S = 30.0
 CANCEL_CHECK_S = 1.0
 LEAST_SAVE_S = 0.5
+REPEAT_S = 5.0
+"""Within which one signal may reach an agent several times: from SLURM, and from its parent."""
+NOTICE = signal.SIGUSR2
+"""SLURM's notice of a time limit, by `--signal` of the batch script."""
 
 
 class StopFlag:
@@ -41,20 +46,24 @@ class StopFlag:
     Attributes:
         signal: the latest one, None before any.
         times: `time.monotonic` of the first request of each kind; None: not by a signal.
+        defers: the first notice of the time limit requests no stop yet: `LeaveInTime` does.
     """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self.times: dict[signal.Signals | None, float] = {}
+        self.defers = False
 
     def set(self, number: signal.Signals | None = None) -> None:
         """Record a request. `number`: the signal that the agent received, if any."""
-        self.signal = number or self.signal
-        self.times.setdefault(number, time.monotonic())
+        self.signal, now = number or self.signal, time.monotonic()
+        first = self.times.setdefault(number, now)
+        if self.defers and now - first > REPEAT_S:  # SLURM sends its notice once: a person's
+            self.defers, self.times[number] = False, now
 
     @property
     def requested(self) -> bool:
-        return bool(self.times)
+        return any(number is not NOTICE or not self.defers for number in self.times)
 
     @property
     def description(self) -> str:
@@ -70,23 +79,35 @@ class GracePeriods:
         kill_wait_s: KillWait, between SIGTERM and SIGKILL.
         preempt_s: GraceTime before that, when preempted; None without preemption.
         ahead_s: how long before the time limit the job is signalled.
+        end_s: if that takes half of the limit or more, the time to keep for the job's end, until
+            which the training continues after the signal; else None.
+        job_ends: time of the limit, by `time.monotonic`; None where it is not known.
     """
 
     kill_wait_s: float = KILL_WAIT_S
     preempt_s: float | None = None
     ahead_s: float = 60.0
+    end_s: float | None = None
+    job_ends: float | None = None
 
     @classmethod
-    def read(cls, submission: dict[str, Any], ahead_s: int) -> GracePeriods:
+    def read(
+        cls, submission: dict[str, Any], ahead_s: int, job_began: float | None = None
+    ) -> GracePeriods:
         """Read the times that the launcher wrote to submission.json.
 
         Args:
             ahead_s: `cluster.signal_ahead_s`.
+            job_began: by `time.monotonic`; None where it is not known.
         """
+        limit_s: float | None = submission.get("time_limit_s")
+        is_long = limit_s is not None and ahead_s >= limit_s / 2
         return cls(
             kill_wait_s=float(submission.get("kill_wait_s", KILL_WAIT_S)),
             preempt_s=submission.get("preempt_grace_s"),
-            ahead_s=notice_s(ahead_s, submission.get("time_limit_s")),
+            ahead_s=notice_s(ahead_s, limit_s),
+            end_s=end_s(limit_s) if limit_s is not None and is_long else None,
+            job_ends=None if limit_s is None or job_began is None else job_began + limit_s,
         )
 
     @property
@@ -98,7 +119,16 @@ class GracePeriods:
 
     def deadline(self, stop: StopFlag) -> float:
         """Return the earliest possible time of the kill, by `time.monotonic`."""
-        first = min(stop.times.values()) + self.shortest_s
+        began = min(stop.times.values())
+        first = began + self.shortest_s
+        if self.end_s is not None:
+            # Unless the limit was extended meanwhile.
+            if self.job_ends is not None and began < self.job_ends:
+                # A preemption may send the same signal, where there is any.
+                is_limit = stop.defers and self.preempt_s is None
+                first = self.job_ends if is_limit else min(first, self.job_ends)
+            if stop.defers:
+                first -= self.end_s
         term = stop.times.get(signal.SIGTERM)
         return first if term is None else min(first, term + self.kill_wait_s)
 
@@ -134,7 +164,8 @@ class LeaveInTime(Callback):
         self._progress = progress
         self._checked = -CANCEL_CHECK_S
         self._recent: deque[float] = deque(maxlen=5)
-        self._began = clock()
+        self._began = self._last_boundary = clock()
+        self._longest_s = 0.0  # between two boundaries, with evaluations and checkpoints
         self._warned = False
 
     def on_micro_step(self, update: int, done: int, steps: int) -> None:
@@ -142,12 +173,17 @@ class LeaveInTime(Callback):
             self._began = self._clock()
         if done == steps:
             now = self._clock()
+            if self._progress.done is not None:  # else it began with the start of this attempt
+                self._longest_s = max(self._longest_s, now - self._last_boundary)
+            self._last_boundary = now
+            if self._is_last(now):
+                self._stop.defers = False
             if now - self._checked >= CANCEL_CHECK_S:
                 self._checked = now
                 if self._cancelled():
                     self._stop.set()
             return
-        if not self._stop.requested or self._grace is None or self._cancelled():
+        if not self._stop.times or self._grace is None or self._cancelled():
             return
         deadline = self._grace.deadline(self._stop)
         if not self._too_late(done, steps, deadline):
@@ -164,6 +200,19 @@ class LeaveInTime(Callback):
             f"{grace_s:g} s{lost}"
         )
 
+    def _is_last(self, now: float) -> bool:
+        """Return whether another update and its checkpoint would take longer than a notice of the
+        time limit leaves.
+        """
+        if not (self._stop.defers and self._stop.times) or self._grace is None:
+            return False
+        update_s = max(self._longest_s, now - self._began)
+        return now + update_s + self._checkpoint_s > self._grace.deadline(self._stop)
+
+    @property
+    def _checkpoint_s(self) -> float:
+        return 1.5 * max(LEAST_SAVE_S, self._checkpoints.save_s)
+
     def _too_late(self, done: int, steps: int, deadline: float) -> bool:
         """Return whether the boundary and a checkpoint after it would come after the deadline.
 
@@ -175,8 +224,7 @@ class LeaveInTime(Callback):
         if not self._checkpoints.can_save():
             return now + step_s + LEAST_SAVE_S > deadline
         ends = self._began + max(self._recent, default=0.0)
-        save_s = 1.5 * max(LEAST_SAVE_S, self._checkpoints.save_s)
-        return max(ends, now + step_s * (steps - done)) + save_s > deadline
+        return max(ends, now + step_s * (steps - done)) + self._checkpoint_s > deadline
 
     def before_record(self) -> None:
         self._fence.check()
@@ -201,7 +249,7 @@ class Follower(Callback):
         self._stop, self._departure = stop, departure
 
     def on_micro_step(self, update: int, done: int, steps: int) -> None:
-        if self._stop.requested and done < steps and self._departure.exists():
+        if self._stop.times and done < steps and self._departure.exists():
             raise StopRequested(f"left inside update {update}, as rank 0 did")
 
 
@@ -227,6 +275,8 @@ def restart_reason(run: RunDir, attempt: int) -> str | None:
     is_consequence = culprit is None or culprit.rank in secondary
     if is_consequence and (failed := node_failure(run, last)):
         return failed  # the scheduler ended the job, agents included
+    if is_consequence and (cancelled := cancellation(run, last)):
+        return f"{cancelled}; its ranks had too little time to stop"
     if culprit is None:
         return None
     return describe_culprit(culprit.to_json()).split("\n", maxsplit=1)[0]

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.agent.liveness import EVICTED, FAILED, FINISHED, STOPPED
+from orchestrator.agent.processes import began_at
 from orchestrator.agent.rank_log import send_output_to
-from orchestrator.agent.topology import Topology, interface_variables
+from orchestrator.agent.topology import BATCH_PID_VARIABLE, Topology, interface_variables
 from orchestrator.config.schema import Config
 from orchestrator.errors import (
     EVICTED_RANK,
@@ -87,6 +88,7 @@ class WorkerProcess:
         self.link = AgentLink(self._note_stop)
         self.fence = Fence(run.newest_attempt, attempt)
         self.failure: dict[str, Any] | None = None
+        self._failed: tuple[BaseException, int] | None = None  # and the exit status
         self.close_tracker: Callable[[State], None] = lambda _: None
         self._requeue, self._ahead_s = False, 0
 
@@ -107,13 +109,30 @@ class WorkerProcess:
     def _note_stop(self, name: str) -> None:
         self.stop.set(signal.Signals[name])
         log.info("%s; all ranks stop after the same update", self.stop.description)
+        self._note_deferral()
+
+    def _note_deferral(self) -> None:
+        if self.stop.times and not self.stop.requested:
+            log.info("the notice of the time limit is long: they train on until the limit is near")
 
     @property
     def grace(self) -> GracePeriods | None:
         """Return the times that a stop leaves; None if the scheduler does not restart the run."""
-        return (
-            GracePeriods.read(self.run.read_submission(), self._ahead_s) if self._requeue else None
-        )
+        if not self._requeue:
+            return None
+        pid = os.environ.get(BATCH_PID_VARIABLE)
+        # The batch script, as old as the job, is a process of the first node.
+        job_began = began_at(int(pid)) if pid is not None and not self.topology.node_index else None
+        return GracePeriods.read(self.run.read_submission(), self._ahead_s, job_began)
+
+    def defer_notice(self) -> None:
+        """Train on after a notice that takes half of the time limit or more, till the end is near.
+
+        Rank 0 decides when it is (`LeaveInTime`).
+        """
+        grace = self.grace if self.topology.scheduled else None
+        self.stop.defers = grace is not None and grace.end_s is not None
+        self._note_deferral()
 
     @property
     def restarts(self) -> bool:
@@ -144,6 +163,11 @@ class WorkerProcess:
 
     def fail(self, error: BaseException) -> int:
         """Record what ended this worker, for people and other ranks; return the exit status."""
+        if self._failed is None or self._failed[0] is not error:
+            self._failed = error, self._record(error)
+        return self._failed[1]
+
+    def _record(self, error: BaseException) -> int:
         if isinstance(error, Unrecoverable) and error.nodes and self.restarts:
             from submitit.slurm.slurm import SlurmJobEnvironment
 

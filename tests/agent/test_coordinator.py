@@ -345,6 +345,16 @@ def test_the_live_rank_with_the_most_updates_saves_the_last_boundary(tmp_path, s
     assert state_of(attempt) == "failed"
 
 
+def test_a_rank_that_failed_itself_saves_the_last_boundary_only_if_no_other_can(tmp_path):
+    for others in (True, False):
+        attempt = Attempt(tmp_path / str(others), survive=False)
+        for rank in (0, 1, 2):
+            attempt.take("save_ready", rank, updates=7 - rank, failed=not (others and rank))
+            attempt.tick()
+        chosen = [c["message"] for _, c in attempt.commands_of("tell") if "saver" in c["message"]]
+        assert chosen == [{"saver": 1 if others else 0}]
+
+
 def test_no_rank_saves_weights_on_which_the_ranks_disagree(attempt):
     attempt.end(0, status=1, final_state="failed", failure={**RAISED, "replicas_differ": True})
     attempt.take("can_save", 1, able=True)

@@ -1,11 +1,7 @@
 """A real file system that is full to the end of the run; for a while it is in `test_growth.py`."""
 
-import contextlib
-import os
 import re
 import subprocess
-
-import pytest
 
 from tests import helpers
 from tests.helpers import SMALL, TINY
@@ -15,35 +11,6 @@ LONG = (
     TINY, SMALL, "train.updates=120", "accumulation.global_batch=24", "accumulation.steps=2",
     "train.checkpoint_every=10", "train.evaluate_every=0", "job.dropout=0.5",
 )  # fmt: skip
-
-
-class Disk:
-    """A file system of 4 MiB, and a file that takes all the room there is."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        folder.mkdir()
-        mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "none", folder]
-        subprocess.run(mount, check=True, capture_output=True)
-
-    def fill(self):
-        with (self.folder / "filler").open("ab", buffering=0) as file:
-            for size in (65536, 4096, 1):
-                with contextlib.suppress(OSError):
-                    while True:
-                        file.write(b"x" * size)
-
-    def make_room(self):
-        (self.folder / "filler").unlink()
-
-
-@pytest.fixture
-def disk(tmp_path):
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount a file system to fill")
-    disk = Disk(tmp_path / "disk")
-    yield disk
-    subprocess.run(["umount", "-l", disk.folder], check=True, capture_output=True)
 
 
 def test_a_full_disk_under_what_the_command_prints_ends_no_run(disk, tmp_path):

@@ -76,6 +76,24 @@ def test_no_update_is_lost_when_a_rank_crashes(run, survive):
         assert f"rank {rank} on node{rank // 2} failed first: killed by signal 11" in note["why"]
 
 
+@pytest.mark.parametrize(("ranks", "survive"), [(1, "false"), (2, "false"), (2, "true")])
+def test_an_error_on_all_ranks_loses_no_update(run, tmp_path, ranks, survive):
+    more = (
+        TINY, SMALL, "tracker=none", "accumulation.global_batch=40", "train.updates=6",
+        "train.checkpoint_every=0", "job.dropout=0.5", f"cluster.nodes={ranks}",
+        f"run.survive={survive}",
+    )  # fmt: skip
+    fault = ("job.fault=raise", "job.fault_rank=null", "job.fault_after=11", "run.max_restarts=6")
+    helpers.call(*more, *fault, f"run.dir={run}", code=0)
+    assert notes(run)
+    assert all(note["lost_updates"] == 0 for note in notes(run))
+    assert all("the tiny job was told to fail [here]" in note["why"] for note in notes(run))
+    assert [record["update"] for record in helpers.records(run)] == list(range(6))
+    helpers.call(*more, f"run.dir={tmp_path / 'undisturbed'}", code=0)
+    expected = helpers.result(tmp_path / "undisturbed")["weights_sha256"]
+    assert helpers.result(run)["weights_sha256"] == expected
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_a_model_in_shards_trains_as_a_whole_one_and_goes_on_with_other_ranks(tmp_path):
     run, whole = tmp_path / "run", tmp_path / "whole"

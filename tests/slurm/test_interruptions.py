@@ -10,7 +10,7 @@ import signal
 import pytest
 
 from slurm import breaking
-from tests.helpers import name_of, processes_of, result, until
+from tests.helpers import name_of, processes_of, records, result, until
 from tests.programs import QUICK, WAITS, script
 from tests.slurm import runs
 from tests.slurm.runs import log
@@ -29,13 +29,19 @@ IN_PLACE = ("without srun", "without agents", "without a rank")
 
 @pytest.fixture(scope="module", autouse=True)
 def limited(slurm, tmp_path_factory):
-    """A run that takes longer than its time limit of a minute; the other tests run meanwhile."""
-    run = tmp_path_factory.mktemp("limited") / "run"
-    hold = runs.submit_long(
-        slurm, run, "train.checkpoint_every=1000", "cluster.partition=short", "cluster.time_min=1",
-        "cluster.signal_ahead_s=1", "job.pause_s=0.1", *ONE_NODE,
-    )  # fmt: skip
-    return run, hold
+    """Runs that take longer than their time limit of a minute, by the seconds of their notice; the
+    other tests run meanwhile.
+    """
+    folder = tmp_path_factory.mktemp("limited")
+    holds = {}
+    for ahead_s in (1, 60):
+        run = folder / f"{ahead_s}"
+        holds[run] = runs.submit_long(
+            slurm, run, "train.checkpoint_every=1000", "cluster.partition=short",
+            f"cluster.time_min={'1' if ahead_s == 1 else 'null'}",
+            f"cluster.signal_ahead_s={ahead_s}", "job.pause_s=0.1", *ONE_NODE,
+        )  # fmt: skip
+    return holds
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -184,11 +190,20 @@ def test_a_requeued_program_gets_its_signal_and_the_submitted_code_runs_again(sl
 
 
 def test_a_run_goes_on_beyond_its_time_limit(slurm, limited, digest):
-    run, hold = limited
-    runs.wait_for_update(run, 1, attempt=1, timeout_s=150)
-    hold.release()
-    ended = runs.wait_over(slurm, run)
-    assert ended["weights_sha256"] == digest
-    notes = ended["restarts"]
-    assert notes
-    assert {(note["why"], note["lost_updates"]) for note in notes} == {("near its time limit", 0)}
+    for run, hold in limited.items():
+        runs.wait_for_update(run, 1, attempt=1, timeout_s=150)
+        hold.release()
+    for run in limited:
+        ended = runs.wait_over(slurm, run)
+        assert ended["weights_sha256"] == digest
+        notes = {(note["why"], note["lost_updates"]) for note in ended["restarts"]}
+        assert notes == {("near its time limit", 0)}
+
+
+def test_a_notice_as_long_as_the_time_limit_is_deferred(limited):
+    run = list(limited)[1]
+    log = (run / "logs" / "rank-00000.log").read_text()
+    before, deferred, _ = log.partition("they train on until the limit is near")
+    assert deferred
+    done = sum(record["attempt"] == 0 for record in records(run))
+    assert done - len(re.findall("^update ", before, re.MULTILINE)) > 5

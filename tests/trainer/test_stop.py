@@ -2,6 +2,7 @@
 
 import json
 import signal
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -108,6 +109,48 @@ def test_a_request_to_cancel_is_read_at_boundaries_once_a_second(run):
         assert rank.stop.requested == (now > 1001)
 
 
+def deferring(run, **periods):
+    """Rank 0 of a run whose notice of a time limit is long: an end takes 20 s."""
+    rank = Rank0(run, None)
+    rank.callback._grace = GracePeriods(ahead_s=60, end_s=20, **periods)
+    rank.callback._progress.done = DONE
+    rank.stop.defers = True
+    return rank
+
+
+@pytest.mark.parametrize(
+    ("periods", "updates"),
+    [
+        ({}, 6),  # of 5 s each, and a checkpoint of 0.75 s, in 60 s less the end's 20
+        ({"job_ends": 1100.0}, 14),  # 80 s
+        ({"job_ends": 1100.0, "preempt_s": 30.0, "kill_wait_s": 30.0}, 6),  # it may be that
+        ({"job_ends": 900.0}, 6),  # the limit was extended
+    ],
+)
+def test_a_long_notice_of_the_time_limit_is_deferred_until_the_end_is_near(run, periods, updates):
+    rank = deferring(run, **periods)
+    rank.ask()
+    done = 0
+    while not rank.stop.requested:
+        rank.steps(1.25, range(4), 4)
+        rank.steps(0, [4], 4)
+        done += 1
+    assert (done, rank.saved) == (updates + 1, [])
+
+
+def test_other_requests_are_not_deferred(run):
+    for request in (TERM, None):
+        stop = deferring(run).stop
+        stop.set(USR2)
+        stop.set(USR2)  # the agent's parent forwards it, too
+        assert not stop.requested
+        stop.set(request)
+        assert stop.requested
+    stop.times = {USR2: stop.times[USR2] - 6}
+    stop.set(USR2)
+    assert stop.requested, "a person repeated it"
+
+
 def test_updates_longer_than_the_grace_are_warned_of_once(run):
     callback = Rank0(run, 2.0).callback
     with pytest.warns(UserWarning, match="longer than the 2 s"):
@@ -157,6 +200,9 @@ def test_the_grace_periods_are_read_from_the_submission():
     assert GracePeriods.read({"kill_wait_s": 3, "preempt_grace_s": 0}, 60).shortest_s == 3
     assert GracePeriods.read({"time_limit_s": 60}, 60).ahead_s == 30
     assert GracePeriods.read({}, 60) == GracePeriods(ahead_s=60), "no scheduler was asked"
+    assert GracePeriods.read({"time_limit_s": 600}, 299, 5.0).end_s is None
+    long = GracePeriods.read({"time_limit_s": 600}, 300, 5.0)
+    assert (long.ahead_s, long.end_s, long.job_ends) == (300, 60, 605.0)
 
 
 def test_an_earlier_reason_for_a_departure_stays(run):
@@ -181,6 +227,27 @@ def test_the_reason_of_a_restart_is_the_node_that_failed_or_what_was_left_behind
     lost_a_peer = {"rank": 1, "node": "n2", "secondary": True}
     write_json(run.failure(1, 1), lost_a_peer)
     assert restart_reason(run, 2) == "node n3 failed"
+
+
+@pytest.mark.parametrize(
+    ("note", "why"),
+    [
+        ("JOB REQUEUE", "requeued (scontrol requeue, or a node that failed or was set down)"),
+        ("NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS", "a node failed"),
+        ("PREEMPTION", "preempted"),
+    ],
+)
+def test_a_job_that_slurm_ended_before_its_ranks_could_answer_has_slurms_reason(run, note, why):
+    def cancelled(at: float) -> str:
+        text = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(at))
+        return f"slurmstepd-n0: error: *** JOB 7 ON n0 CANCELLED AT {text} DUE TO {note} ***\n"
+
+    run.srun_log(1).write_text("srun: Job step aborted: Waiting up to 5 seconds\n")
+    run.batch_log.write_text(cancelled(time.time() - 60))
+    assert restart_reason(run, 2) is None, "that was an earlier attempt"
+    with run.batch_log.open("a") as log:
+        log.write(cancelled(time.time()))
+    assert restart_reason(run, 2) == f"{why}; its ranks had too little time to stop"
 
 
 def test_lost_updates_are_counted_whoever_wrote_the_record_last(run):

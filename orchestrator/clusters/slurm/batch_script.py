@@ -30,12 +30,15 @@ from orchestrator.clusters.slurm.safe_values import quoted
 from orchestrator.config.program import is_program, short_name, target_of
 from orchestrator.config.schema import ClusterConfig, Config, gpu_count, node_range, notice_s
 from orchestrator.errors import START_AGAIN
+from orchestrator.rundir.files import DISK_PATIENCE_S
 from orchestrator.rundir.folder import RunDir
 
 TRAPPED = "TERM INT HUP USR1 USR2"
 SRUN_LOG = 9  # the descriptor of srun's log, opened before any user code runs
 PREAMBLE = 8  # the descriptor of the preamble's text
 SRUN_GRACE_S = 10  # between the signals to an srun that does not end
+ROOM_BYTES = 65536  # that a disk must have for the files of an attempt's start
+STEPS_S = 20  # for which a controller that has just started may refuse steps
 STOPPED_S = 5  # for which a process of the script may be stopped
 STARTER = "clusters/slurm/node_entry.py"
 PER_TASK = (
@@ -51,7 +54,12 @@ class Shell(Template):
 
     def lines(self, **values: object) -> list[str]:
         """Return the text's lines with these values."""
-        numbers = {"SRUN_LOG": SRUN_LOG, "STOPPED_S": STOPPED_S, "NODE_INDEX": NODE_VARIABLE}
+        numbers = {
+            "SRUN_LOG": SRUN_LOG,
+            "STOPPED_S": STOPPED_S,
+            "STEPS_S": STEPS_S,
+            "NODE_INDEX": NODE_VARIABLE,
+        }
         return self.substitute(TRAPPED=TRAPPED, **numbers, **values).splitlines()
 
 
@@ -102,16 +110,33 @@ ATTEMPT = Shell("""\
 job_id=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
 restarts=$run/attempts/srun-restarts-$job_id  # how often srun was restarted
 refuse_links "$restarts"
-@{BASE}=$((@{attempt} + $(cat "$restarts" 2>/dev/null || echo 0)))
+restarted=$(cat "$restarts" 2>/dev/null || echo 0)
+@{BASE}=$((@{attempt} + restarted))
 attempt=$(printf %03d $((@{BASE} + ${SLURM_RESTART_COUNT:-0})))
 refuse_links "$run/attempts/$attempt" "$run/attempts/$attempt/srun.log"
-mkdir -p "$run/attempts/$attempt"
+# A disk that is full for some time ends no run. What starts now writes some small files.
+make_attempt() (
+    export LC_ALL=C
+    mkdir -p "$run/attempts/$attempt" &&
+        head -c @{ROOM_BYTES} /dev/zero >"$run/attempts/$attempt/room"
+)
+waited_s=0
+until problem=$(make_attempt 2>&1) || [ -n "$stop_signal" ]; do
+    if ! [[ $problem =~ "No space left"|quota && $waited_s -lt @{DISK_PATIENCE_S} ]]; then
+        echo "error: $problem" >&2
+        exit 1
+    fi
+    [ $waited_s != 0 ] || echo "$problem; waiting for space, for up to @{DISK_PATIENCE_S} s"
+    waited_s=$((waited_s + 1))
+    read -rt 1 <> <(:)
+done
+rm -f "$run/attempts/$attempt/room"
 exec @{SRUN_LOG}>>"$run/attempts/$attempt/srun.log"
 """)
 # Called in the background: whatever is set, trapped or ended in here, what follows it is done.
 RANKS = Shell("""\
 start_ranks() {
-local -r _step_options=("$@@")  # of srun for one node; a preamble may set others
+local -r _step_options=("$@@")  # of a later step; a preamble may set others
 [ ! -e "$run/cancel" ] || exit 0
 [ -z "$stop_signal" ] || exit 143
 """)
@@ -147,7 +172,19 @@ start_lost_agents() {
             @{SRUN_LOG}>>"$run/attempts/$attempt/srun-$index.log" &
     done
 }
-start_ranks &
+# slurmctld may not know for minutes that the step before has ended: the next one overlaps it. Where
+# slurmctld itself has just started, it refuses steps for seconds, and srun asks again in a minute.
+await_steps() {
+    for _ in {1..@{STEPS_S}}; do
+        timeout @{SRUN_GRACE_S} srun --overlap --immediate=1 --mpi=none --input=none \\
+            --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 true 2>/dev/null && return
+    done
+}
+if [ "$restarted" = 0 ]; then
+    start_ranks &
+else
+    { await_steps; start_ranks --overlap; } &
+fi
 srun=$!
 (
     until [ -e "$run/attempts/$attempt/outcome.json" ]; do
@@ -344,7 +381,12 @@ def _step(
     # A container has its own, but the last line of a job's script runs outside.
     if config.cluster.container is None or not attended:
         yield from PYTHON_CHECK.lines(python=quoted(host.python))
-    yield from ATTEMPT.lines(BASE=BASE_ATTEMPT_VARIABLE, attempt=attempt)
+    yield from ATTEMPT.lines(
+        BASE=BASE_ATTEMPT_VARIABLE,
+        attempt=attempt,
+        ROOM_BYTES=ROOM_BYTES,
+        DISK_PATIENCE_S=int(DISK_PATIENCE_S),
+    )
     yield f"export {PATH_VARIABLE}={quoted(':'.join(map(str, host.path)))}"
     if host.code is not None:
         yield f"export {snapshot.CODE_VARIABLE}={quoted(host.code)}"

@@ -21,7 +21,7 @@ from orchestrator.clusters.slurm.batch_script import SubmitHost, batch_script
 from orchestrator.clusters.slurm.handle import SlurmHandle, cancel_all
 from orchestrator.clusters.slurm.safe_values import without_effect
 from orchestrator.clusters.slurm.submission import adopt, queue
-from orchestrator.config.schema import ClusterConfig, Config, gpu_count, node_range, notice_s
+from orchestrator.config.schema import ClusterConfig, Config, end_s, gpu_count, node_range, notice_s
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.status import RunStatus
 from orchestrator.slurm_client import retry_unanswered
@@ -131,7 +131,8 @@ def _describe_long_notice(cluster: ClusterConfig, limit_s: float) -> str:
     minutes = f"{limit_s / 60:g}"
     takes = (
         f"cluster.signal_ahead_s={cluster.signal_ahead_s} takes half or more of the time limit of "
-        f"{minutes} min, which leaves little time to train"
+        f"{minutes} min; a job class that is requeued trains on until {end_s(limit_s):.0f} s "
+        "before the limit, others have little time to train"
     )
     if cluster.time_min is None:
         return (

@@ -17,15 +17,17 @@ import contextlib
 import logging
 import math
 import os
+import re
 import time
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from orchestrator.agent.links import closed_ports, is_port_closed
+from orchestrator.agent.links import Peer, Port, closed_ports, is_port_closed, probe_ports
 from orchestrator.agent.node_spec import published_agents
+from orchestrator.agent.topology import node_names
 from orchestrator.clusters.api import Culprit
 from orchestrator.clusters.slurm.diagnosis import (
     AGENTS_KILLED,
@@ -45,7 +47,7 @@ from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.notify import Notifier
 from orchestrator.rundir.checkpoints import Fence, read_newest_attempt
 from orchestrator.rundir.files import (
-    FULL_ERRORS,
+    await_disk_space,
     is_own,
     read_json,
     read_text,
@@ -63,6 +65,7 @@ from orchestrator.rundir.outcome import (
     write_result,
 )
 from orchestrator.slurm_client import (
+    REQUEUED_BY_OTHERS,
     STOP_CODES,
     TIMEOUT_S,
     Job,
@@ -76,7 +79,6 @@ from orchestrator.slurm_client import (
 )
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 OURS = frozenset({"RUNNING", "COMPLETING"})
 REQUEUED = frozenset({"COMPLETING", "PENDING"})
@@ -92,7 +94,6 @@ FRUITLESS = 10
 IN_PLACE = 3
 """Fruitless starts in one allocation, before the next is tried on other nodes."""
 PROGRAM_LEAST_S = 60.0
-DISK_PATIENCE_S, DISK_POLL_S = 600.0, 1.0
 
 
 class Next(Enum):
@@ -101,21 +102,6 @@ class Next(Enum):
     END = "end"
     REQUEUE = "requeue"
     NEW_SRUN = "new srun"
-
-
-def await_disk_space(action: Callable[[], T]) -> T:
-    """Repeat an action while the disk is full, for some time. Raises its `OSError` after that."""
-    began, reported = time.monotonic(), False
-    while True:
-        try:
-            return action()
-        except OSError as error:
-            if error.errno not in FULL_ERRORS or time.monotonic() - began > DISK_PATIENCE_S:
-                raise
-            if not reported:
-                _log(f"{error}; waiting for space on the disk, for up to {DISK_PATIENCE_S:.0f} s")
-                reported = True
-            time.sleep(DISK_POLL_S)
 
 
 def finalize_in_job(
@@ -144,13 +130,16 @@ def finalize_in_job(
     if job is None or job.restarts != restarts or job.state not in OURS | {"CANCELLED"}:
         return Next.END
     orderly = departure is not None
-    if departure is None and (why := _cut_short(run, attempt, code, stop_signal)):
+    if departure is None and (why := _cut_short(run, attempt, code, stop_signal, job.nodes)):
         departure = departure_note(why)
     outcome = read_outcome(run, attempt)
     cut_off = outcome is not None and outcome.state is not State.FINISHED
     if script_gone and cut_off and (departure is not None or not run.failures(attempt)):
         departure = {**(departure or departure_note(script_gone)), "why": script_gone}
-    in_place = not (orderly or script_gone or stop_signal) and _is_usable(run, attempt, job, code)
+    daemons_listen = partial(_daemons_listen, client, job.nodes)
+    in_place = not (orderly or script_gone or stop_signal) and _is_usable(
+        run, attempt, job, code, daemons_listen
+    )
     again = restart_or_end(
         run,
         attempt,
@@ -159,7 +148,7 @@ def finalize_in_job(
         culprit=lambda: culprit_of(run, attempt, code),
         restart=partial(_count_new_srun, run)
         if in_place
-        else partial(_requeue, client, job, patience_s=REQUEUE_PATIENCE_S, tell=_log),
+        else partial(_requeue, client, job, patience_s=REQUEUE_PATIENCE_S, tell=print_note),
         in_place=in_place,
     )
     if not again:
@@ -185,10 +174,10 @@ def _await_answer(client: SlurmClient, job_id: str) -> Job | None:
                 raise ClusterError(str(error)) from error
             raise
 
-    return retry_unanswered(query, patience_s=math.inf, tell=_log)
+    return retry_unanswered(query, patience_s=math.inf, tell=print_note)
 
 
-def _log(message: str) -> None:
+def print_note(message: str) -> None:
     """Print to batch.log, or to the node's log if the coordinator acts for the script."""
     with contextlib.suppress(OSError):  # a full disk must not keep a job from its requeue
         print(message, flush=True)  # noqa: T201
@@ -222,7 +211,7 @@ def _await_agents(run: RunDir, attempt: int) -> None:
         if all(is_port_closed(peer.address, peer.port, REACH_S, unknown=True) for peer in peers):
             return
         if not reported:
-            _log("srun has ended, but agents continue; waiting for them")
+            print_note("srun has ended, but agents continue; waiting for them")
             reported = True
         time.sleep(POLL_S)
 
@@ -238,22 +227,30 @@ def _count_new_srun(run: RunDir) -> None:
     write_atomically(run.srun_restarts(job_id), f"{_srun_restarts(run, job_id) + 1}\n")
 
 
-def _is_usable(run: RunDir, attempt: int, job: Job, code: int) -> bool:
+def _is_usable(
+    run: RunDir,
+    attempt: int,
+    job: Job,
+    code: int,
+    daemons_listen: Callable[[], bool] = lambda: False,
+) -> bool:
     """Return whether the next attempt can begin in this allocation, by another srun.
 
     Not if the scheduler wants the nodes, one of them is suspect, or that was in vain before.
     """
     if job.state != "RUNNING" or _reason_to_stop(run, job, job.restarts):
         return False
-    if node_failure(run, attempt) or (job.requeue and _count_fruitless(run, attempt) >= IN_PLACE):
+    if job.requeue and _count_fruitless(run, attempt) >= IN_PLACE:
         return False
+    finalizing = run.finalizing(attempt)
+    ended_by_script = finalizing.exists() and read_text(finalizing)
+    if (node_failure(run, attempt) or ended_by_script) and not daemons_listen():
+        return False  # else only a process of the step, slurmstepd, say, has failed there
     outcome, peers = read_outcome(run, attempt), published_agents(run, attempt)
     if outcome is not None:
         blamed = outcome.culprit
         # A rank that was stopped, or sleeps in the kernel, may be its node's fault.
-        stalled = outcome.lost is not None and blamed is not None and blamed.rank is not None
-        ended_by_script = run.finalizing(attempt).exists() and read_text(run.finalizing(attempt))
-        if stalled or ended_by_script:
+        if outcome.lost is not None and blamed is not None and blamed.rank is not None:
             return False
     elif not peers and code != KILLED:  # srun itself could not start the agents
         return False
@@ -262,14 +259,52 @@ def _is_usable(run: RunDir, attempt: int, job: Job, code: int) -> bool:
     return closed_ports(known, REACH_S) == known.keys()
 
 
-def _cut_short(run: RunDir, attempt: int, code: int, stop_signal: str) -> str | None:
-    """Return what stopped an attempt without a failure or an orderly end; else None."""
+def _daemons_listen(client: SlurmClient, nodes: str) -> bool:
+    """Return whether SLURM's daemon of each of these nodes accepts connections."""
+    try:
+        shown = client.check_output("scontrol", "--oneliner", "show", "nodes", nodes)
+        usual = client.settings()["SlurmdPort"]  # shown for nodes with another one only
+    except ClusterError as error:
+        log.info("whether the daemons of %s listen is not known: %s", nodes, error)
+        return False
+    addresses = re.findall(r"\bNodeAddr=(\S+)", shown)
+    ports = [
+        re.search(r"\bPort=(\d+)", line) or re.fullmatch(r"(\d+)", usual)
+        for line in shown.splitlines()
+    ]
+    if not addresses or len(addresses) != len(ports) or not all(ports):
+        return False
+    daemons = {
+        index: Peer(address, int(port[1]), index)
+        for index, (address, port) in enumerate(zip(addresses, ports, strict=True))
+        if port is not None
+    }
+    return all(state is Port.OPEN for state in probe_ports(daemons, REACH_S).values())
+
+
+def _cut_short(
+    run: RunDir, attempt: int, code: int, stop_signal: str, nodes: str = ""
+) -> str | None:
+    """Return what stopped an attempt without a failure or an orderly end; else None.
+
+    Args:
+        nodes: of the job, in SLURM's notation.
+    """
+    names = node_names({"SLURM_JOB_NODELIST": nodes})
     outcome = read_outcome(run, attempt)
     if outcome is not None:
+        missed, culprit = node_failure(run, attempt, names), outcome.culprit
+        if outcome.lost and missed and culprit is not None and culprit.rank is None:
+            # Where srun misses a node's part of the step, it ends the others, whom agents miss.
+            others = (
+                describe_srun_end(run, attempt) == SRUN_ENDED
+                and f"node {culprit.node} " not in missed
+            )
+            return missed if others else outcome.lost
         return outcome.lost
     if not all(failure["secondary"] for failure in run.failures(attempt)):
         return None
-    if failed := node_failure(run, attempt):
+    if failed := node_failure(run, attempt, names):
         return failed
     if code not in {*STOP_CODES, KILLED}:
         job_id = str((run.read_handle() or {}).get("job_id", "0"))
@@ -290,16 +325,16 @@ def finalize_without_script(run: RunDir, attempt: int, why: str) -> None:
         why: how the script ended, for people.
     """
     fence = Fence(run.newest_attempt, attempt)
-    _log("the batch script is gone; its part is done from here")
+    print_note("the batch script is gone; its part is done from here")
     try:
         if fence.is_stale:
             return
         finalize = partial(finalize_in_job, run.path, attempt, 0, "", script_gone=why)
-        if await_disk_space(finalize) is Next.REQUEUE:
+        if await_disk_space(finalize, print_note) is Next.REQUEUE:
             return
         SlurmClient().check_output("scancel", own_job_id(os.environ))
     except ClusterError as error:  # no commands in a container: `status` or `resume` does it
-        _log(f"error: {error}")
+        print_note(f"error: {error}")
 
 
 def restart_or_end(
@@ -411,8 +446,11 @@ def _describe_no_progress(
 
 def _is_loss(run: RunDir, attempt: int, why: str | None) -> bool:
     """Return whether an attempt was cut short by no stop, but by a loss of srun or a node."""
-    losses = (SRUN_KILLED, SRUN_ENDED, SRUN_FAILED, AGENTS_KILLED, node_failure(run, attempt))
-    return why is not None and why in losses
+    if why is None:
+        return False
+    if why.startswith("node ") and why.endswith(" failed"):
+        return node_failure(run, attempt) is not None
+    return why in (SRUN_KILLED, SRUN_ENDED, SRUN_FAILED, AGENTS_KILLED)
 
 
 def _count_fruitless(run: RunDir, attempt: int) -> int:
@@ -488,7 +526,7 @@ def _finalize_locked(run: RunDir, seen: Job) -> str | None:
         return None
     departure = read_json(run.departure(attempt))
     if departure is None:
-        why = _cut_short(run, attempt, 0, "")
+        why = _cut_short(run, attempt, 0, "", job.nodes)
         if not why and job.exit_signal and job.state == "FAILED" and not run.failures(attempt):
             # SLURM ends the ranks of a script that a signal has killed; they may have had no time.
             why = "its batch script was killed"
@@ -519,7 +557,7 @@ def stop_reason(job: Job, now: float, ahead_s: float, restarts: int = 0) -> str 
     if job.preempted_at is not None:
         return "preempted"
     if job.restarts > restarts:
-        return "requeued (scontrol requeue, or a node that failed or was set down)"
+        return REQUEUED_BY_OTHERS
     # The end time of an ended or ending job is no limit.
     left_s = job.ends_at - now if job.ends_at and job.state == "RUNNING" else None
     if job.reason == "TimeLimit" or (left_s is not None and left_s < ahead_s + MARGIN_S):

@@ -43,14 +43,15 @@ def after(run: str, attempt: str, code: str, stop_signal: str) -> None:
     Args:
         stop_signal: the first signal that the script got, or "".
     """
-    from orchestrator.clusters.slurm.finalize import Next, await_disk_space, finalize_in_job
+    from orchestrator.clusters.slurm.finalize import Next, finalize_in_job, print_note
     from orchestrator.errors import EXIT_FAILED, EXIT_STOPPED, START_AGAIN, ClusterError
     from orchestrator.notify import Notifier
+    from orchestrator.rundir.files import await_disk_space
     from orchestrator.rundir.folder import RunDir
 
     try:
         follows = await_disk_space(
-            lambda: finalize_in_job(Path(run), int(attempt), int(code), stop_signal)
+            lambda: finalize_in_job(Path(run), int(attempt), int(code), stop_signal), print_note
         )
     except ClusterError as error:
         sys.exit(f"error: the run was neither requeued nor ended: {error}; resume goes on")

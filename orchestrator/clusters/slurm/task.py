@@ -20,7 +20,7 @@ from orchestrator.agent.processes import state_of
 from orchestrator.agent.topology import BATCH_PID_VARIABLE, NODE_VARIABLE, attempt_of
 from orchestrator.errors import ClusterError
 from orchestrator.rundir.checkpoints import Fence
-from orchestrator.rundir.files import read_json, write_atomically, write_json
+from orchestrator.rundir.files import await_disk_space, read_json, write_atomically, write_json
 from orchestrator.rundir.folder import RunDir
 
 log = logging.getLogger(__name__)
@@ -135,11 +135,11 @@ class _Watch:
 
     def on_outcome(self, outcome: Mapping[str, Any], first_node_gone: bool) -> None:
         """Write the outcome if the disk was full before; do a lost batch script's work."""
-        from orchestrator.clusters.slurm.finalize import await_disk_space, finalize_without_script
+        from orchestrator.clusters.slurm.finalize import finalize_without_script, print_note
 
         path = self._run.outcome(self._attempt)
         if not path.exists():
-            await_disk_space(lambda: write_json(path, outcome))
+            await_disk_space(lambda: write_json(path, outcome), print_note)
         pid = os.environ.get(BATCH_PID_VARIABLE)
         gone = pid is not None and self._spec.index == 0 and state_of(int(pid)) in "ZX"
         why = "its batch script was killed" if gone else "its batch script went with its node"

@@ -171,9 +171,9 @@ class TorchEngine(Engine):
         self._incomplete = False  # a part of the state was lost, and what is kept is of no use
         self._scale_before: dict[str, float] = {}
         self._forward_before: ForwardState | None = None
-        # Rank 0 may leave a window to save what was before it.
         self._buffers = [name for name, _ in self.model.named_buffers()]
-        self._restores_forward = settings.survive or (group.rank == 0 and bool(self._buffers))
+        # Each rank may leave a window, and be the one that saves what was before it.
+        self._restores_forward = settings.survive or bool(self._buffers)
         self._is_first = True  # this process has not ended a window yet
         self._probed = self._is_sum = False
         self._warnings = norms + machine_warning(self.gather, settings.reduction)
@@ -518,9 +518,8 @@ class TorchEngine(Engine):
 
     def _keep_for_undo(self) -> None:
         self._scale_before = self.accumulator.precision.state()
-        if self._settings.survive or self._group.rank == 0:  # only they may return to it
-            self._modes.keep()
-            self._job_state.keep()
+        self._modes.keep()
+        self._job_state.keep()
         if not (self._restores_forward or self._is_first):
             return
         # Extra state takes long to get, from layers that pack numbers of a GPU into it.
@@ -533,9 +532,8 @@ class TorchEngine(Engine):
         """Restore the state at the beginning of the window under way, if any."""
         if self._window is not None:
             self.accumulator.precision.load(self._scale_before)
-            if self._settings.survive or self._group.rank == 0:
-                self._modes.restore()
-                self._job_state.restore()
+            self._modes.restore()
+            self._job_state.restore()
             if self._forward_before is not None:
                 self._forward_before.restore()
         self._window = None

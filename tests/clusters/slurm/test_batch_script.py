@@ -5,8 +5,10 @@ import functools
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
+import threading
 from pathlib import Path
 
 import psutil
@@ -130,6 +132,53 @@ def test_a_stopped_script_srun_or_last_step_is_continued(tmp_path, monkeypatch):
     assert script.done.returncode == 4, script.done.stderr
     assert "<003><4>" in script.words("python")
     assert script.done.stdout.count("was stopped; it continues") == 2
+
+
+def test_a_second_step_in_the_allocation_overlaps_the_first_which_may_still_be_listed(tmp_path):
+    def count(run: RunDir) -> None:
+        (run.attempts / "srun-restarts-7").write_text("1\n")
+
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}
+    for again, before in enumerate((lambda _: None, count)):
+        (folder := tmp_path / str(again)).mkdir()
+        script = Script(folder, slurm_config(), before=before, **job)
+        calls = [line for line in script.words("srun").splitlines() if "<--" in line]
+        assert ["<--overlap>" in call for call in calls if "<--unbuffered>" in call] == [
+            bool(again)
+        ]
+        assert sum("<--immediate=1>" in call for call in calls) == again, "steps can be made"
+
+
+def test_an_attempt_that_starts_on_a_full_disk_waits_for_space(tmp_path, disk):
+    room = disk.folder / "attempts" / "003" / "room"
+
+    def fill(run: RunDir) -> None:
+        shutil.copytree(run.path, disk.folder, dirs_exist_ok=True)
+        shutil.rmtree(run.path)
+        run.path.symlink_to(disk.folder)
+        disk.fill()
+        threading.Thread(target=make_room).start()
+
+    def make_room() -> None:
+        until(room.exists, what="the first try")
+        first = room.stat().st_mtime_ns
+        until(lambda: room.stat().st_mtime_ns > first, what="the second one")
+        disk.make_room()
+
+    script = Script(tmp_path, slurm_config(), before=fill)
+    assert script.done.returncode == 0, script.done.stderr
+    assert script.done.stdout.count("No space left on device; waiting for space") == 1
+    assert "<003><0>" in script.words("python")
+    assert not room.exists()
+
+
+def test_an_attempt_whose_folder_cannot_be_made_fails_at_once(tmp_path):
+    def occupy(run: RunDir) -> None:
+        (run.attempts / "003").write_text("")
+
+    script = Script(tmp_path, slurm_config(), before=occupy)
+    assert script.done.returncode == 1
+    assert re.search("^error: mkdir: .*File exists", script.done.stderr, re.MULTILINE)
 
 
 def test_a_lost_agent_is_started_again_on_its_node_alone(tmp_path):

@@ -28,6 +28,7 @@ from orchestrator.clusters.slurm.finalize import (
     _await_agents,
     _count_new_srun,
     _cut_short,
+    _daemons_listen,
     _is_usable,
     finalize_in_job,
     restart_or_end,
@@ -323,6 +324,22 @@ def test_where_there_is_an_outcome_it_says_what_was_lost(run, lost):
     assert _cut_short(run, 0, KILLED, "TERM") == lost
 
 
+def test_the_node_that_srun_missed_is_the_cause_of_the_loss_of_the_others(run):
+    attempts(run, 1)
+    lost = Culprit(rank=None, node="n1", cause="the node went away: its agent is gone")
+    ended(run, 0, "failed", culprit=lost, lost="node n1 stopped answering")
+    write_json(run.node_ranks(0, 0), {"node": "n0", "ranks": [0]})
+    run.srun_log(0).write_text(f"{MISSING} 0\nsrun: Job step aborted: Waiting up to 5 seconds\n")
+    assert _cut_short(run, 0, KILLED, "") == "node n0 failed"
+
+
+def test_a_node_that_failed_before_its_agent_began_is_named_by_the_jobs_list(run):
+    attempts(run, 1)
+    run.srun_log(0).write_text(f"{MISSING} 1\n")
+    assert _cut_short(run, 0, KILLED, "", "n[3,7-9]") == "node n7 failed"
+    assert _cut_short(run, 0, KILLED, "", "n3") == "node 1 failed"
+
+
 @pytest.mark.parametrize("program", [True, False])
 def test_a_program_whose_workers_all_finished_has_finished(run, program):
     attempts(run, 1)
@@ -363,13 +380,13 @@ def test_srun_that_starts_again_in_a_job_renews_no_allowance_of_restarts(run, mo
 def usable(run, monkeypatch):
     """Return whether attempt 0 of job 77 may be followed by another one in its allocation."""
 
-    def call(attempt=0, *, code=1, job=JOB, listens=False):
+    def call(attempt=0, *, code=1, job=JOB, listens=False, daemons_listen=False):
         with socket.create_server(("127.0.0.1", 0)) as listener:
             spec = node_spec(run.path, attempt=attempt)
             publish_agent(spec, listener.getsockname()[1])
             if listens:
                 return _is_usable(run, attempt, job, code)
-        return _is_usable(run, attempt, job, code)
+        return _is_usable(run, attempt, job, code, lambda: daemons_listen)
 
     attempts(run, 1)
     return call
@@ -384,6 +401,7 @@ def test_an_allocation_is_used_again_unless_its_nodes_are_wanted_or_suspect(run,
     assert usable()
     run.finalizing(0).write_text("sent srun SIGTERM\n")
     assert not usable()
+    assert usable(daemons_listen=True)
     run.finalizing(0).write_text("")
     ended(run, 0, "failed", culprit=BEYOND, lost="rank 3 on n1 was stopped")
     assert not usable()
@@ -392,8 +410,32 @@ def test_an_allocation_is_used_again_unless_its_nodes_are_wanted_or_suspect(run,
     run.srun_log(0).write_text("srun: error: Task launch for StepId=7.1 failed on node n1: refused")
     assert _cut_short(run, 0, 1, "") is None
     assert not usable()
+    assert usable(daemons_listen=True)  # then a process of the step has failed, no node
     run.outcome(0).unlink()
     assert _cut_short(run, 0, 1, "") == "node n1 failed"
+
+
+class Nodes:
+    """Answers of scontrol about two nodes."""
+
+    def __init__(self, ports):
+        self.ports = ports
+
+    def check_output(self, *command):
+        assert command[-1] == "n[0-1]"
+        own = f"NodeAddr=127.0.0.1 NodeHostName=h Port={self.ports[0]} State=MIXED"
+        return f"NodeName=n0 {own}\nNodeName=n1 NodeAddr=127.0.0.1 NodeHostName=h State=MIXED\n"
+
+    def settings(self):
+        return {"SlurmdPort": str(self.ports[1])}
+
+
+def test_the_daemons_of_nodes_are_asked_at_their_own_or_the_usual_port():
+    with socket.create_server(("127.0.0.1", 0)) as first:
+        with socket.create_server(("127.0.0.1", 0)) as second:
+            nodes = Nodes([listener.getsockname()[1] for listener in (first, second)])
+            assert _daemons_listen(nodes, "n[0-1]")
+        assert not _daemons_listen(nodes, "n[0-1]")
 
 
 def test_an_srun_that_could_start_no_agent_is_not_tried_again_in_place(run):

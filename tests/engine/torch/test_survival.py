@@ -51,6 +51,26 @@ def begun(ranks, before, job=Curve, settings=SETTINGS):
     return engines
 
 
+@pytest.mark.parametrize("survive", [True, False])
+def test_each_rank_saves_what_was_before_a_window_that_it_leaves(tmp_path, survive):
+    """Any of them may be the one that is left, or chosen, to save the last boundary."""
+    before = {}
+
+    def leave(engine, rank):
+        train(engine, range(2))
+        before[rank] = copy.deepcopy(engine.model.state_dict())
+        break_off(engine, 2)
+
+    settings = {**SETTINGS, "survive": survive}
+    for rank, engine in begun(2, leave, Normed, settings).items():
+        folder = tmp_path / str(rank)
+        folder.mkdir()
+        engine.save_state(folder)
+        assert engine.model.state_dict()["1.running_mean"].equal(before[rank]["1.running_mean"])
+        saved = load_file(folder / "weights.safetensors")
+        assert all(saved[name].equal(tensor) for name, tensor in before[rank].items())
+
+
 def go_on(engine, group, done, standing="", first=2):
     """Take the engine, with `done` updates, into another group and train up to five updates."""
     standing = engine.catch_up(group, done, standing)
