@@ -110,13 +110,13 @@ def _data(order: DataOrder, length: Length, rates: Rates) -> Iterator[str]:
     remains, updates = total % order.global_batch, length.updates or 0
     if order.ragged != "drop":
         return
-    if order.batch_schedule:
-        left_out = order.epoch_of(updates) * total - order.samples_before(updates)
-        left_out += order.place(updates)[1]
-        if left_out > 0:
+    if order.batch_schedule or order.branch:
+        (epoch, position), (first, begin) = order.place(updates), order.place(0)
+        passed = (epoch - first) * total + position - begin
+        if left_out := passed - order.samples_before(updates):
             yield (
                 f"accumulation.ragged=drop leaves {left_out} samples out of the ends of "
-                f"{plural(order.epoch_of(updates), 'epoch')} of {total}"
+                f"{plural(epoch - first, 'epoch')} of {total}"
             )
     elif remains and (epochs := updates // max(1, total // order.global_batch)):
         yield (

@@ -168,16 +168,15 @@ def _columns(cells: Sequence[SweptRun], console: Console) -> list[Column]:
 
 
 def _compared_samples(cells: Sequence[SweptRun]) -> int | None:
-    """Return the samples that all finished points were to have (`train.samples`), or else have had;
-    None where all had equally many.
+    """Return the samples after which losses are compared: those that all finished points were to
+    have (`train.samples`), or the fewest that one had; None where all had equally many.
     """
-    done = [cell for cell in cells if cell.finished and cell.summary.samples is not None]
-    if len({cell.summary.samples for cell in done}) < 2:
-        return None
+    done = [cell for cell in cells if cell.finished and cell.summary.samples]
     stated = {cell.plan.get("samples") for cell in done}
     if len(stated) == 1 and (samples := stated.pop()):
         return samples
-    return min(cell.summary.samples or 0 for cell in done)
+    counts = {cell.summary.samples or 0 for cell in done}
+    return min(counts) if len(counts) > 1 else None
 
 
 AVERAGED = 0.1

@@ -63,6 +63,29 @@ def test_killed_before_its_first_checkpoint_it_begins_with_the_state_again(trunk
     assert result(run)["weights_sha256"] == result(trunk)["weights_sha256"]
 
 
+def test_ranks_are_lost_and_replaced_while_its_batch_grows_and_no_bit_changes(trunk, tmp_path):
+    own = (
+        "accumulation.global_batch=32", "accumulation.batch_schedule=[[2,80],[5,120]]",
+        f"train.initial_state={trunk}@8", "train.samples=700", "schedule.scaling=linear",
+        "job.dropout=0.2",
+    )  # fmt: skip
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    started(whole, *own, "cluster.ranks_per_node=1")
+    ranks = ("cluster.nodes=2", "cluster.ranks_per_node=2", "run.survive=true")
+    more = (*LEAVES, *own, *ranks, "train.checkpoint_every=0")
+    process, hold = begin_held(run, 1, *more, ranks=range(4))
+    os.kill(rank_pid(run, 3), signal.SIGKILL)  # no checkpoint of its own was written yet
+    hold.release()
+    await_exit(process, 0)
+    assert len(result(run)["survived"]) == 1
+    assert not result(run)["restarts"]
+    assert result(run)["weights_sha256"] == result(whole)["weights_sha256"]
+    assert [line["samples"] for line in records(run)] == [
+        line["samples"] for line in records(whole)
+    ]
+    assert {32, 80, 120} <= {line["samples"] for line in records(run)}
+
+
 def test_its_settings_are_its_own_and_its_samples_those_that_come_next(trunk, tmp_path):
     own = (
         "accumulation.global_batch=80", "cluster.ranks_per_node=3", "train.samples=336",

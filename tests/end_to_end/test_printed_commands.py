@@ -30,7 +30,7 @@ from tests.docs.printed import PROGRAMS, ROOT, SLURMS, inline, python_blocks, sh
 from tests.helpers import begin, call, records, until
 from tests.hold import Hold
 
-SHORT = ("train.epochs=null", "train.updates=2", "train.evaluate_every=0")
+SHORT = ("train.epochs=null", "train.samples=null", "train.updates=2", "train.evaluate_every=0")
 VERBS = typer.main.get_command(app).commands
 ELSEWHERE = {
     r"…|\||KEY=VALUE|key=value|RUN\|SWEEP|FOLDER$| N ": "words that stand for others",
@@ -38,6 +38,7 @@ ELSEWHERE = {
     r"^python -m slurm\b": "a cluster is brought up and down: tests/slurm/test_dev_cluster.py",
     r"cluster=(slurm|mysite)": "a site of the reader's: tests/slurm submits and plans the like",
     r"my_project|config-name main|runs/first": "tests/cli/test_new.py executes the tutorial",
+    r"runs/trunk@40": "tests/docs/test_examples.py executes it",
     r"^make\b": "installs, measures, or tests everything",
     r"^pip\b": "installs from a registry",
     r"benchmarks\b": "minutes to an hour: tests/benchmarks",
@@ -120,6 +121,9 @@ def reader(tmp_path_factory):
             "accumulation.global_batch=32", "accumulation.steps=2")  # fmt: skip
     held = (*line, "job.pause_s=1", slowly.override)
     call(*line, "train.updates=4", "run.dir=A", cwd=folder, code=0)
+    trunk = ("job=digits", "tracker=none", "train.updates=40", "train.evaluate_every=0")
+    call(*trunk, "cluster.nodes=1", "cluster.ranks_per_node=1", "run.dir=runs/trunk", cwd=folder,
+         code=0)  # fmt: skip
     for name in ("B", "RUN_A", "RUN_B", "runs/one", "runs/first"):
         shutil.copytree(folder / "A", folder / name)
     going = [

@@ -336,6 +336,9 @@ def test_a_stage_that_cannot_be_planned_is_refused():
         make_plan(global_batch=8, micro_batch=1, batch_schedule=[[5, 10**7]])
 
 
+TRUNK = branch_at(DataOrder(dataset_samples=100, global_batch=15), 10)  # after 45 of epoch 1
+
+
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
@@ -348,6 +351,11 @@ def test_a_stage_that_cannot_be_planned_is_refused():
           "the data set: an update holds 100")]),
         ({"batch_schedule": [[2, 30]], "ragged": "drop"},
          ["accumulation.ragged=drop leaves 30 samples out of the ends of 2 epochs of 100"]),
+        ({"branch": TRUNK, "ragged": "drop"},
+         ["accumulation.ragged=drop leaves 5 samples out of the ends of 1 epoch of 100"]),
+        ({"branch": TRUNK, "seed": 1},
+         [("train.seed=1 is not that of runs/a (0): the rest of epoch 1 comes in another order, "
+          "with samples that were used already")]),
     ],
 )  # fmt: skip
 def test_a_schedule_is_warned_of_in_these_words(values, expected):
