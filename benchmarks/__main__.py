@@ -17,6 +17,7 @@ MEASUREMENTS = (
     "sweeps",
     "peers",
     "pairs",
+    "lengths",
     "reproducible",
     "boundary",
     "sharded",

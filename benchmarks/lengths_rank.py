@@ -7,6 +7,7 @@ import time
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.measure import rows_of, turns
 from jobs.language_model import LanguageModel, Transformer
+from orchestrator.client.balance import SPARE_WINDOWS, MeasuredSpeeds
 from orchestrator.client.loop import RankWindows
 from orchestrator.config.schema import Config
 from orchestrator.engine.api import EngineSettings
@@ -78,10 +80,13 @@ class Ours:
         config.accumulation.global_batch = global_batch
         for name, value in batch.items():
             setattr(config.accumulation, name, value)
-        lengths = torch.tensor(job.dataset().lengths).numpy()
+        lengths = np.array(job.dataset().lengths)
         facts = JobFacts(dataset_samples=len(lengths), lengths=lengths, cost=job.cost)
         self.plan = Plan.of(config, facts)
-        self._windows = RankWindows(self.plan, group.rank)
+        speeds = None
+        if config.accumulation.balance == "measured":
+            speeds = MeasuredSpeeds(group.rank, 0, SPARE_WINDOWS, self._engine.gather)
+        self._windows, self._speeds = RankWindows(self.plan, group.rank, speeds=speeds), speeds
         self._batches = self._engine.batches(
             micro_batch
             for update in range(10**6)
@@ -93,11 +98,15 @@ class Ours:
         return self._engine.model
 
     def update(self, number: int) -> None:
+        began = time.perf_counter()
         window = self._windows.window(number)
         self._engine.begin_window(window)
         for micro_batch in window.micro_batches:
             self._engine.micro_step(next(self._batches), micro_batch)
-        self._engine.boundary()
+        report = self._engine.boundary()
+        if self._speeds is not None:
+            worked_s = time.perf_counter() - began - report.wait_s - report.optimizer_s
+            self._speeds.add(number, seconds=worked_s, cost=self._windows.cost(window))
 
 
 class Ddp:
@@ -180,52 +189,57 @@ class DdpGrouped(Ddp):
         return [part for at, part in enumerate(own) if turn[at % len(turn)] == self.rank]
 
 
-NAMES = (
-    "DDP + no_sync", "cut by number", "DDP, equal micro-steps", "micro_tokens",
-    "DDP, grouped (other updates)",
-)  # fmt: skip
+DDP, BY_NUMBER, EQUAL = "DDP + no_sync", "cut by number", "DDP, equal numbers of micro-steps"
+BY_TOKENS, GROUPED = "`micro_tokens`", "DDP, grouped by length (other updates)"
+MEASURED = "`micro_tokens`, `balance=measured`"
+WARM_UP = 2
+"""Updates: DDP arranges its buckets anew in the second."""
 
 
 def measure(task: dict[str, Any], group: TorchGroup) -> list[dict[str, Any]]:
-    """Return a row for each contender: seconds of an update, and padded to real tokens."""
-    size, updates = task["global_batch"], task["updates"]
-    job = DrawnTextModel(DrawnText(size * (updates + 2), task["sigma"]))
-    by_number = {"micro_batch": SAMPLES_EACH}
-    by_tokens = Ours(job, group, size, micro_tokens=LONGEST * SAMPLES_EACH)
-    contenders: dict[str, Any] = dict(
-        zip(
-            NAMES,
-            (
-                Ddp(job, group, by_tokens.plan),
-                Ours(job, group, size, **by_number),
-                DdpEqual(job, group, by_tokens.plan),
-                by_tokens,
-                DdpGrouped(job, group, by_tokens.plan),
-            ),
-            strict=True,
-        )
-    )
+    """Return a row for each contender: seconds of its updates and their ratio to the first one's,
+    by the clock and in processor time of the busiest rank.
+
+    Args:
+        task: `contenders`, `global_batch`, `updates` to measure, `warm_up` updates before, and
+            `sigma` of the logarithm of lengths.
+    """
+    size, names, warm_up = task["global_batch"], task["contenders"], task["warm_up"]
+    updates = warm_up + task["updates"]
+    data = DrawnText(size * updates, task["sigma"])
+    job, tokens = DrawnTextModel(data), LONGEST * SAMPLES_EACH
+    by_tokens = Ours(job, group, size, micro_tokens=tokens)
+    plan = by_tokens.plan
+    build = {
+        DDP: lambda: Ddp(job, group, plan),
+        BY_NUMBER: lambda: Ours(job, group, size, micro_batch=tokens // max(data.lengths)),
+        EQUAL: lambda: DdpEqual(job, group, plan),
+        BY_TOKENS: lambda: by_tokens,
+        MEASURED: lambda: Ours(job, group, size, micro_tokens=tokens, balance="measured"),
+        GROUPED: lambda: DdpGrouped(job, group, plan),
+    }
+    contenders: dict[str, Any] = {name: build[name]() for name in names}
     for contender in contenders.values():
         contender.model.load_state_dict(by_tokens.model.state_dict())
-    seconds: dict[str, list[float]] = {name: [] for name in NAMES}
-    cpu_seconds: dict[str, list[float]] = {name: [] for name in NAMES}
-    for number, turn in enumerate(turns(NAMES, updates + 2)):
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    cpu_seconds: dict[str, list[float]] = {name: [] for name in names}
+    for number, turn in enumerate(turns(names, updates)):
         for name in turn:
             dist.barrier()
             began, cpu_began = time.perf_counter(), time.process_time()
             contenders[name].update(number)
             busiest = torch.tensor(time.process_time() - cpu_began)
             dist.all_reduce(busiest, dist.ReduceOp.MAX)
-            if number >= 2:  # DDP arranges its buckets anew in the second
+            if number >= warm_up:
                 seconds[name].append(time.perf_counter() - began)
                 cpu_seconds[name].append(float(busiest))
-    first, second = (contenders[name].model for name in (NAMES[0], NAMES[3]))
-    pairs = zip(first.parameters(), second.parameters(), strict=True)
-    difference = max(float((one - other).abs().max()) for one, other in pairs)
-    total = {name: [sum(spent)] for name, spent in seconds.items()}
-    rows = rows_of(total, NAMES[0])
+    # Updates differ in length: sums are compared, not medians of updates.
+    rows = rows_of({name: [sum(spent)] for name, spent in seconds.items()}, names[0])
+    reference = contenders[names[0]].model
     for row in rows:
-        row["median_ms"] = 1000 * sorted(seconds[row["name"]])[len(seconds[row["name"]]) // 2]
-        row["difference"] = difference
-        row["cpu_ratio"] = sum(cpu_seconds[row["name"]]) / sum(cpu_seconds[NAMES[0]])
+        name = row["name"]
+        pairs = zip(reference.parameters(), contenders[name].model.parameters(), strict=True)
+        row["difference"] = max(float((one - other).abs().max()) for one, other in pairs)
+        row["update_ms"] = 1000 * sum(seconds[name]) / len(seconds[name])
+        row["cpu_ratio"] = sum(cpu_seconds[name]) / sum(cpu_seconds[names[0]])
     return rows

@@ -14,6 +14,7 @@ from benchmarks import (
     boundary,
     chaos,
     checkpoints,
+    lengths,
     load,
     pairs,
     peers_page,
@@ -60,6 +61,7 @@ def _plain(data: Result) -> str:
 _BODIES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "peers": ("An update against what people use today", peers_page.body),
     "pairs": ("An update beside DDP + no_sync, in pairs", pairs.body),
+    "lengths": ("Samples of different lengths, and ranks of different speed", lengths.body),
     "reproducible": ("Cost of equal bits", reproducible.body),
     "boundary": ("Cost of a boundary beyond its reduction", boundary.body),
     "chaos": ("Runs disturbed on purpose", chaos.body),
