@@ -1,5 +1,8 @@
 """A small job for tests: quick, exact, and able to fail in many ways at a chosen moment."""
 
+import os
+import time
+
 import torch
 from torch.utils.data import TensorDataset
 
@@ -72,6 +75,23 @@ class HeldOut(Tiny):
 
     def evaluate(self, model):
         return {"parameters": len(list(model.parameters()))}
+
+
+class Sized(Tiny):
+    """Its samples have nominal lengths. Args: slow_rank: takes several times as long for each."""
+
+    def __init__(self, slow_rank=None, **more):
+        super().__init__(**more)
+        self.slow_rank = slow_rank
+
+    def lengths(self):
+        return [1 + 7 * index % 13 for index in range(self.samples)]
+
+    def loss(self, model, batch):
+        if self.slow_rank is not None:
+            slow = self.slow_rank == int(os.environ["SLURM_PROCID"])
+            time.sleep((0.004 if slow else 0.001) * len(batch[0]))
+        return super().loss(model, batch)
 
 
 class OwnRate(Tiny):

@@ -366,6 +366,7 @@ def plan_of_run(config: Config, known: Mapping[str, Any]) -> Plan | ProgramPlan:
     try:
         facts = JobFacts(
             dataset_samples=known.get("dataset_samples"),
+            lengths_digest=known.get("lengths_digest"),
             parameters=known.get("parameters"),
             base_rate=None if config.optimizer else (known.get("schedule") or {}).get("base_lr"),
             branch=branch_in(known),

@@ -17,7 +17,7 @@ import hashlib
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,13 +34,16 @@ if TYPE_CHECKING:  # numpy is loaded on first use: a plan that is only printed d
 
 MICRO_TOKENS = "accumulation.micro_tokens"
 
-OVERHEAD = 1 / 64
+OVERHEAD = 1 / 32
 """What every micro-step takes besides its tokens, as a part of a full one: smaller ones pad less
 and balance better, and must gain more than that."""
 
 FEWEST, PER_RANK = 16, 8
 """Micro-steps are not formed smaller than the update in 16 parts, or (in fast mode) 8 for each
 rank."""
+
+UNEVEN = 1.2
+"""The busiest rank's cost to the mean that is warned of."""
 
 SHRINK = 0.8
 """A try's tokens in a micro-step to those of the try before."""
@@ -177,8 +180,8 @@ class WorkByCost:
                 costs[rank] += self.budget.cost_of(longest, count)
         return tokens, costs
 
-    def warnings(self) -> Iterator[str]:
-        """Yield a warning if samples exceed the budget of a micro-step."""
+    def warnings(self, order: DataOrder, ranks: int) -> Iterator[str]:
+        """Yield a warning if samples exceed the budget of a micro-step, and one if ranks wait."""
         padded = self.budget.padded(self.lengths)
         longer = int((padded > self.budget.micro_tokens).sum())
         if longer:
@@ -187,6 +190,22 @@ class WorkByCost:
                 f"{self.budget.micro_tokens} (up to {int(padded.max())} tokens): each is a "
                 "micro-step of its own, and takes more memory than that"
             )
+        uneven = self.balance(order, ranks)["busiest_to_mean"]
+        if uneven < UNEVEN:
+            return
+        advice = "a larger accumulation.global_batch would give ranks more to share"
+        tokens = self.budget.micro_tokens // 2
+        while self.reproducible and tokens >= int(padded.max()):
+            smaller = replace(self, budget=replace(self.budget, micro_tokens=tokens))
+            ratio = smaller.balance(order, ranks)["busiest_to_mean"]
+            if ratio < 1 + (uneven - 1) / 2:
+                advice = f"{MICRO_TOKENS}={tokens} would make it {ratio:.2f}"
+                break
+            tokens //= 2
+        yield (
+            f"the busiest of {ranks} ranks has {uneven:.2f} times as much to do as the mean, and "
+            f"the others wait for it; {advice}"
+        )
 
 
 def lengths_of(values: Any, samples: int) -> NDArray[np.int64]:

@@ -31,6 +31,7 @@ class JobFacts:
         base_rate: of the job's own optimizer, or the stated one; None when not known.
         shards: of a data set that is read along them.
         lengths: of the data set's samples, in tokens, shape (N,); None: not known, or not needed.
+        lengths_digest: of them in a run's earlier plan, where they are not known.
         cost: see `TokenBudget`.
         branch: of another run, where this one begins.
     """
@@ -46,6 +47,7 @@ class JobFacts:
     base_rate: float | None = None
     shards: Shards | None = None
     lengths: NDArray[np.int64] | None = field(default=None, compare=False, repr=False)
+    lengths_digest: str | None = None
     cost: Callable[[int, int], float] | None = None
     branch: Branch | None = None
 

@@ -52,6 +52,7 @@ class Plan:
         reduction: of gradients, as configured.
         length, rates, traffic, branch: see each.
         work: how micro-steps are formed by lengths; None: by numbers of samples.
+        lengths_digest: of the lengths, perhaps known from an earlier plan alone.
         of_cluster: warnings about the cluster's resources.
     """
 
@@ -67,6 +68,7 @@ class Plan:
     branch: Branch | None = None
     of_cluster: tuple[str, ...] = ()
     work: WorkByCost | None = None
+    lengths_digest: str | None = None
 
     @classmethod
     def of(cls, config: Config, known: JobFacts | None = None) -> Plan:
@@ -126,6 +128,7 @@ class Plan:
             branch=known.branch,
             of_cluster=tuple(idle_gpus(config)),
             work=work,
+            lengths_digest=known.lengths_digest if work is None else work.digest,
         )
 
     @property
@@ -143,7 +146,7 @@ class Plan:
         of_batch = warnings_of(
             self.split, self.batch, self.order, self.length, self.rates, reduction=self.reduction
         )
-        of_lengths = () if self.work is None else self.work.warnings()
+        of_lengths = () if self.work is None else self.work.warnings(self.order, self.ranks)
         return (*self.of_cluster, *of_batch, *of_lengths)
 
     def figures(self) -> dict[str, Any]:
@@ -169,7 +172,7 @@ class Plan:
             "steps": batch.steps,
             "micro_batch": batch.micro_batch_cap,
             "micro_tokens": batch.micro_tokens,
-            "lengths_digest": self.work and self.work.digest,
+            "lengths_digest": self.lengths_digest,
             **balance,
             "micro_steps": None if unknown else split.micro_steps,
             "samples_per_rank": None if unknown else split.samples_per_rank,
@@ -231,16 +234,16 @@ def _work(config: Config, known: JobFacts, samples: int | None) -> WorkByCost | 
     accumulation, lengths = config.accumulation, known.lengths
     if accumulation.micro_tokens is None:
         return None
-    if lengths is None and config.facts.lengths is not None and samples is not None:
-        lengths = lengths_in(Path(config.facts.lengths), samples)
-    if lengths is None:
-        return None
     if known.shards is not None:
         raise PlanError(
             f"{MICRO_TOKENS}={accumulation.micro_tokens} puts samples of like length together, "
             "wherever they are in an update, but a rank reads its own shards only; use "
             f"{MICRO_BATCH}, or a data set without `shards`"
         )
+    if lengths is None and config.facts.lengths is not None and samples is not None:
+        lengths = lengths_in(Path(config.facts.lengths), samples)
+    if lengths is None:
+        return None
     budget = TokenBudget(
         micro_tokens=accumulation.micro_tokens, pad_to=accumulation.pad_to, cost=known.cost
     )

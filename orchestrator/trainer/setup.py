@@ -395,8 +395,8 @@ def _refuse_other_data(run: RunDir, before: Mapping[str, Any], planned: Plan) ->
             f"the data set has {samples} samples, but had {samples_before} so far, so they "
             f"would come in another order: {instead}"
         )
-    digest = None if planned.work is None else planned.work.digest
-    if digest and before.get("lengths_digest") not in (None, digest):
+    known = before.get("lengths_digest")
+    if planned.work is not None and known not in (None, planned.lengths_digest):
         raise JobError(
             f"the samples have other lengths than so far, so it is another data set: {instead}"
         )
