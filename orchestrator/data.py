@@ -131,12 +131,14 @@ class HeldOutData:
 
     Attributes:
         names, lengths: of the data sets.
+        sample_lengths: of all samples, in tokens; None if not known, or not needed.
     """
 
     def __init__(self, data_sets: Mapping[str, Any]) -> None:
         self.names = tuple(data_sets)
         self.lengths = tuple(map(len, data_sets.values()))
         self._parts = tuple(data_sets.values())
+        self.sample_lengths: list[int] | None = None
         self._ends = list(accumulate(self.lengths))
 
     def __len__(self) -> int:

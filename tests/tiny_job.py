@@ -94,6 +94,24 @@ class Sized(Tiny):
         return super().loss(model, batch)
 
 
+class Measured(TensorDataset):
+    """Its samples have nominal lengths, the first ones by far the longest."""
+
+    @property
+    def lengths(self):
+        return [30 if index < 6 else 1 for index in range(len(self))]
+
+
+class SizedHeldOut(Sized):
+    """All ranks evaluate data with lengths."""
+
+    def validation(self):
+        return Measured(*self.dataset().tensors)
+
+    def evaluate(self, model):
+        return {}
+
+
 class OwnRate(Tiny):
     """Has learning rates of its own."""
 

@@ -8,6 +8,8 @@ same big batch, and in reproducible mode it has the same bits.
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -99,9 +101,11 @@ class MeasuredSpeeds:
         times = [old / new for old, new in zip(before, speeds, strict=True)]
         self._slow = self._slow + 1 if speeds[self.rank] < SLOW else 0
         if self._slow == PERSISTENT:
+            node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
             warn(
                 f"it works at {speeds[self.rank]:.2f} of the ranks' mean speed, and is given less "
-                "to do (accumulation.balance=measured); its node may be throttled or shared",
+                f"to do (accumulation.balance=measured); its node, {node}, may be throttled or "
+                "shared",
                 kind="a slow rank",
             )
         if max(times) > WORTH * sum(before) / sum(speeds):

@@ -119,14 +119,27 @@ def agreed_lengths(engine: Engine, job: Any, dataset: Any, samples: int) -> NDAr
     values: Any = getattr(job, "lengths", None)
     if values is None:
         source, values = "dataset().lengths", getattr(dataset, "lengths", None)
-    if callable(values):
-        values = values()
     if values is None:
         raise JobError(
             f"{MICRO_TOKENS} needs the length of each sample: define lengths() in "
             f"{type(job).__name__}, or an attribute `lengths` of what dataset() gives: {samples} "
             "whole numbers, in tokens"
         )
+    return same_lengths(engine, source, values, samples)
+
+
+def same_lengths(engine: Engine, source: str, values: Any, samples: int) -> NDArray[np.int64]:
+    """Return `values`, or what they give when called, as lengths that all ranks agree on.
+    Collective.
+
+    Args:
+        source: of the values, for messages.
+
+    Raises:
+        JobError: they cannot be lengths, or ranks have different ones.
+    """
+    if callable(values):
+        values = values()
     try:
         lengths = lengths_of(values, samples)
     except PlanError as error:

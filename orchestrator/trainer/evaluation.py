@@ -10,16 +10,20 @@ from orchestrator.engine.api import Engine, HeldOutReport, Validates
 from orchestrator.engine.common.replicas import folded, minority_ranks
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.job import Job, is_coupled
+from orchestrator.plan.cost import deal
 from orchestrator.plan.held_out import HeldOutShare, cut_held_out, piece_size, share_of
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.plan_warnings import named_ranks
 from orchestrator.plan.window import MicroBatch
-from orchestrator.trainer.consistency_checks import agreed_samples
+from orchestrator.trainer.consistency_checks import agreed_samples, same_lengths
 
 
-def agreed_held_out(engine: Engine, job: Any) -> HeldOutData | None:
+def agreed_held_out(engine: Engine, job: Any, *, by_length: bool = False) -> HeldOutData | None:
     """Return the job's held-out data, once all ranks agree on them; None where it has none.
     Collective for a job that defines `validation`.
+
+    Args:
+        by_length: note the lengths of samples, if all data sets have an attribute `lengths`.
 
     Raises:
         ConfigError: the engine cannot evaluate on all ranks.
@@ -74,6 +78,14 @@ def agreed_held_out(engine: Engine, job: Any) -> HeldOutData | None:
             f"two figures of {name}.validation() would have one name: rename the metric 'loss', or "
             f"the data sets (names of figures: {', '.join(names)})"
         )
+    if by_length and all(hasattr(data_set, "lengths") for data_set in data_sets.values()):
+        data.sample_lengths = [
+            length
+            for key, data_set in data_sets.items()
+            for length in same_lengths(
+                engine, f"validation()[{key!r}].lengths", data_set.lengths, len(data_set)
+            ).tolist()
+        ]
     return data
 
 
@@ -106,7 +118,17 @@ class HeldOutEvaluation:
             most_samples=plan.work and plan.work.most_samples,
         )
         pieces = cut_held_out(data.lengths, size)
-        self._share = share_of(pieces, rank, ranks, shard_ranks=engine.shard_ranks)
+        counts = None
+        if plan.work is not None and data.sample_lengths is not None:
+            longest = [max(data.sample_lengths[s : s + n]) for _, s, n in pieces]
+            costs = [
+                plan.work.budget.cost_of(max(length, 1), piece.samples)
+                for length, piece in zip(longest, pieces, strict=True)
+            ]
+            counts = deal(costs, ranks, in_step=bool(engine.shard_ranks))
+        self._share = share_of(
+            pieces, rank, ranks, shard_ranks=engine.shard_ranks, pieces_per_rank=counts
+        )
         self._batches: Iterator[Any] | None = None
 
     def __call__(self) -> HeldOutReport:

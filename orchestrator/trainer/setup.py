@@ -330,7 +330,7 @@ def _set_up(worker: WorkerProcess) -> Training:
         run=run, attempt=attempt, config=config, engine=engine, checkpoints=checkpoints,
         group=group, planned=planned,
         updates=planned.updates, rates=own_rates(job, config.schedule, engine, planned.updates),
-        held_out=agreed_held_out(engine, job),
+        held_out=agreed_held_out(engine, job, by_length=planned.work is not None),
     )  # fmt: skip
     progress = training.progress
     if config.run.survive:

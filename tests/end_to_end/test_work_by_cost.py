@@ -48,6 +48,20 @@ def test_a_rank_that_is_slow_computes_fewer_samples_and_is_named(tmp_path):
     assert "rank 1: it works at 0." in done.stdout
 
 
+def test_held_out_data_are_dealt_by_their_lengths_and_have_the_same_figures(tmp_path):
+    words = (
+        "job._target_=tests.tiny_job.SizedHeldOut", *BY_COST, REPRODUCIBLE, "train.updates=2",
+        "train.evaluate_every=1",
+    )  # fmt: skip
+    figures = []
+    for count in (1, 3):
+        run = tmp_path / f"{count}"
+        call(*words, f"cluster.ranks_per_node={count}", f"run.dir={run}", code=0)
+        figures.append(result(run)["metrics"])
+    assert figures[0] == figures[1]
+    assert list(figures[0]) == ["loss", "error"]
+
+
 def test_other_lengths_than_before_are_refused_at_a_resume(tmp_path):
     run = tmp_path / "run"
     ranks = "cluster.ranks_per_node=1"
