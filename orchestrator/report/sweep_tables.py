@@ -294,7 +294,7 @@ def swept_run(
     figures = Figures(read_metrics(run.metrics).updates if updates is None else updates)
     result = result or run.read_result()
     plan = run.read_plan()
-    if "micro_batches" in plan:  # of each rank, of which the first is compared
+    if plan.get("micro_batches"):  # of each rank, of which the first is compared
         plan["micro_batches"] = plan["micro_batches"][:1]
     return SweptRun(
         overrides=overrides,

@@ -214,7 +214,6 @@ class Of(Curve):
         (NoTorchOptimizer(), {"optimizer": {}}, ConfigError, r"Optimizer\.optimizer gives a str"),
         (OwnOptimizer(), {"optimizer": {"name": "adam"}}, ConfigError, "add optimizer=null"),
         (Curve(), {"optimizer": {}}, ConfigError, "try optimizer=adam"),
-        (Curve(), {"reduction": "reproducible"}, ConfigError, "needs accumulation.micro_batch"),
     ],
 )
 def test_jobs_and_settings_that_cannot_be_used_are_refused(job, settings, kind, message):
