@@ -193,10 +193,11 @@ def as_options(sentence: str) -> str:
 
 def decided_by(samples: int, options: WindowOptions, plan: Plan) -> dict[str, Any]:
     """Return what decides the samples and random numbers of every update, and must not change."""
-    leaf = budget = None
+    leaf = budget = cost = None
     if plan.reduction == "reproducible":
         leaf = plan.batch.micro_batch_cap
         budget = plan.work and (plan.work.budget.micro_tokens, plan.work.budget.pad_to)
+        cost = plan.work and plan.work.cost_digest
     shards = options.shards
     return {
         "samples": samples,
@@ -208,5 +209,6 @@ def decided_by(samples: int, options: WindowOptions, plan: Plan) -> dict[str, An
         "lanes of shards": shards.lanes if shards else None,
         "micro_batch (of reduction='reproducible')": leaf,
         "micro_tokens and pad_to (of reduction='reproducible')": budget and list(budget),
+        "cost (its digest, of reduction='reproducible')": cost,
         "lengths (their digest)": plan.work and plan.work.digest,
     }

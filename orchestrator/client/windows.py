@@ -539,7 +539,9 @@ def windows_of(run: Run, samples: int, accumulator: Any, given: Mapping[str, Any
     plan = plan_of(samples, options, ranks=group.size, reduction=settings.reduction)
     decided = decided_by(samples, options, plan)
     traits = {**decided, "updates": plan.updates, "steps": plan.batch.steps, "first": options.first}
-    traits |= {name: getattr(options, name) for name in ("micro_batch", "checkpoint_every")}
+    alike = ("micro_batch", "micro_tokens", "pad_to", "balance", "checkpoint_every")
+    traits |= {name: getattr(options, name) for name in alike}
+    traits["cost (its digest)"] = plan.work and plan.work.cost_digest
     traits |= {"checkpoints": options.checkpoints is not None, "state": sorted(options.state)}
     if group.size > 1:
         check_same_traits(group, [(f"{n} of run.windows()", repr(v)) for n, v in traits.items()])

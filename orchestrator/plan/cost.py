@@ -19,6 +19,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,9 @@ UNEVEN = 1.2
 
 SHRINK = 0.8
 """A try's tokens in a micro-step to those of the try before."""
+
+COMPARED = 64
+"""Lengths whose costs are compared between ranks."""
 
 TRIES_IN_VAIN = 5
 """Smaller tries that gain nothing before the search ends."""
@@ -83,11 +87,15 @@ class TokenBudget:
         """
         if self.cost is None:
             return float(length * samples)
-        cost = float(self.cost(length, samples))
+        value: Any = self.cost(length, samples)
+        try:
+            cost = float(value)
+        except (TypeError, ValueError):
+            cost = math.nan
         if not (math.isfinite(cost) and cost > 0):
             raise PlanError(
-                f"cost({length}, {samples}) must be a number above 0: the cost of {samples} "
-                f"samples of {length} tokens; but it is {cost}"
+                f"cost({length}, {samples}) must be a number above 0: the cost of "
+                f"{plural(samples, 'sample')} padded to {length} tokens; but it is {value!r:.60}"
             )
         # Mathematical libraries differ in the last bit; ranks must not.
         return float(f"{cost:.9g}")
@@ -110,11 +118,10 @@ class WorkByCost:
 
     def cost(self, micro_batches: Sequence[Sequence[int]]) -> float:
         """Return the cost of micro-steps of these samples of the data set."""
-        cost = OVERHEAD * self.budget.micro_tokens * len(micro_batches)
-        for indices in micro_batches:
-            longest = int(self.budget.padded(self.lengths[list(indices)]).max())
-            cost += self.budget.cost_of(longest, len(indices))
-        return cost
+        longest = [
+            int(self.budget.padded(self.lengths[list(indices)]).max()) for indices in micro_batches
+        ]
+        return sum(_costs(self.budget, longest, list(map(len, micro_batches))))
 
     def split(
         self, indices: NDArray[np.int64], ranks: int, speeds: Sequence[float] | None = None
@@ -138,6 +145,26 @@ class WorkByCost:
     def digest(self) -> str:
         """Return a digest of the lengths."""
         return hashlib.sha256(self.lengths.tobytes()).hexdigest()[:12]
+
+    @property
+    def cost_digest(self) -> str | None:
+        """Return a digest of what `cost` gives for some lengths and numbers of samples; None
+        without one.
+
+        Raises:
+            PlanError: it gives what is no cost.
+        """
+        import numpy as np  # late, so that `plan` stays fast
+
+        if self.budget.cost is None:
+            return None
+        padded = np.unique(self.budget.padded(self.lengths))
+        some = padded[np.linspace(0, len(padded) - 1, min(len(padded), COMPARED)).astype(int)]
+        costs: list[float] = []
+        for length in some.tolist():
+            full = max(1, min(self.budget.micro_tokens // length, len(self.lengths)))
+            costs += [self.budget.cost_of(length, samples) for samples in (1, full)]
+        return hashlib.sha256(repr(costs).encode()).hexdigest()[:12]
 
     def balance(self, order: DataOrder, ranks: int) -> dict[str, float]:
         """Return what the first updates gain, by figures' names in plan.json.
@@ -212,7 +239,7 @@ def lengths_of(values: Any, samples: int) -> NDArray[np.int64]:
     """Return the lengths of a data set's samples in tokens, shape (samples,).
 
     Raises:
-        PlanError: they are not that many whole numbers of 0 or more.
+        PlanError: they are not that many whole numbers of 0 or more, or all are 0.
     """
     import numpy as np  # late, so that `plan` stays fast
 
@@ -221,9 +248,14 @@ def lengths_of(values: Any, samples: int) -> NDArray[np.int64]:
     except (ValueError, TypeError) as error:
         raise PlanError(f"lengths must be whole numbers, one for each sample: {error}") from None
     if lengths.shape != (samples,):
+        actual = f"have shape {lengths.shape}"
+        if lengths.ndim == 1:
+            actual = f"are {len(lengths)}"
+        elif lengths.ndim == 0:
+            actual = f"are of type {type(values).__name__}"
         raise PlanError(
-            f"lengths must be one whole number for each of the {samples} samples, but have shape "
-            f"{lengths.shape}"
+            f"lengths must be one whole number for each of the {samples} samples, in a list or "
+            f"array, but {actual}"
         )
     whole = lengths.dtype.kind in "iu"
     if not whole and not (lengths.dtype.kind == "f" and (lengths == np.floor(lengths)).all()):
@@ -233,6 +265,8 @@ def lengths_of(values: Any, samples: int) -> NDArray[np.int64]:
     if lengths.min() < 0:
         first = int(np.flatnonzero(lengths < 0)[0])
         raise PlanError(f"lengths must be 0 or more, but sample {first} has {lengths[first]}")
+    if not lengths.any():
+        raise PlanError(f"lengths must be the tokens of each sample, but all {samples} are 0")
     return lengths.astype(np.int64)
 
 
@@ -285,12 +319,14 @@ def split_by_cost(
     by_length = np.argsort(-padded, kind="stable")
     descending = padded[by_length].tolist()
     parts = FEWEST if reproducible else max(FEWEST, PER_RANK * ranks)
-    tokens = budget.micro_tokens
+    # A budget beyond the whole update says nothing about the size of a full micro-step.
+    tokens = min(budget.micro_tokens, descending[0] * len(descending))
     least = min(tokens, max(descending[0], -(-sum(descending) // parts)))
     tries: list[_Try] = []
     while True:
         counts = _filled(descending, tokens)
-        costs = _costs(budget, descending, counts)
+        firsts = accumulate(counts[:-1], initial=0)
+        costs = _costs(budget, [descending[first] for first in firsts], counts)
         share = [] if reproducible else deal(costs, ranks, speeds, in_step=in_step)
         tries.append(_Try(_busiest(costs, share or [len(costs)], speeds), counts, costs, share))
         best = min(tries, key=lambda one: one.seconds)
@@ -319,22 +355,20 @@ class _Try:
     share: list[int]
 
 
-def _costs(budget: TokenBudget, descending: Sequence[int], counts: Sequence[int]) -> list[float]:
-    """Return the cost of each micro-step, with what it takes besides its tokens."""
-    costs: list[float] = []
-    first = 0
-    if budget.cost is None:
-        constant = OVERHEAD * budget.micro_tokens
-        for count in counts:
-            costs.append(descending[first] * count + constant)
-            first += count
-        return costs
-    tokens = 0
-    for count in counts:
-        costs.append(budget.cost_of(descending[first], count))
-        tokens += descending[first] * count
-        first += count
-    constant = OVERHEAD * budget.micro_tokens * sum(costs) / tokens
+def _costs(budget: TokenBudget, longest: Sequence[int], counts: Sequence[int]) -> list[float]:
+    """Return the cost of each micro-step, with what it takes besides its tokens.
+
+    Args:
+        longest: the padded length of each micro-step.
+        counts: its number of samples.
+    """
+    padded = list(map(mul, longest, counts))
+    tokens = sum(padded)
+    costs: list[float] = [*padded]
+    if budget.cost is not None:
+        costs = [budget.cost_of(*micro_step) for micro_step in zip(longest, counts, strict=True)]
+    # In the unit of `cost`, which may be any.
+    constant = OVERHEAD * min(budget.micro_tokens, tokens) * sum(costs) / max(tokens, 1)
     return [cost + constant for cost in costs]
 
 

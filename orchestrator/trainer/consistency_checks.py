@@ -28,7 +28,7 @@ from orchestrator.engine.api import Engine, Group
 from orchestrator.engine.common.replicas import minority_ranks
 from orchestrator.errors import ConfigError, JobError, PlanError, shortened
 from orchestrator.job import has_own_rate
-from orchestrator.plan.cost import MICRO_TOKENS, lengths_of
+from orchestrator.plan.cost import MICRO_TOKENS, WorkByCost, lengths_of
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.plan_warnings import named_ranks
 from orchestrator.rundir.warnings import warn
@@ -144,14 +144,25 @@ def same_lengths(engine: Engine, source: str, values: Any, samples: int) -> NDAr
         lengths = lengths_of(values, samples)
     except PlanError as error:
         raise JobError(f"{source}: {error}") from None
-    digest = hashlib.blake2b(lengths.tobytes(), digest_size=6).digest()
+    _refuse_different(engine, source, lengths.tobytes())
+    return lengths
+
+
+def refuse_different_costs(engine: Engine, job: Any, work: WorkByCost) -> None:
+    """Raise `JobError` if the job's `cost()` differs between ranks. Collective."""
+    digest = work.cost_digest
+    _refuse_different(engine, f"{type(job).__name__}.cost()", (digest or "").encode())
+
+
+def _refuse_different(engine: Engine, source: str, data: bytes) -> None:
+    """Raise `JobError` if `data`, which `source` gave, differ between ranks. Collective."""
+    digest = hashlib.blake2b(data, digest_size=6).digest()
     # A float64 carries 48 bits exactly.
     if odd := minority_ranks(engine.gather([float(int.from_bytes(digest, "little"))])):
         raise JobError(
             f"{source} differs on {named_ranks(odd)}; it must be the same on all ranks, since each "
             "derives from it who computes what"
         )
-    return lengths
 
 
 def _compared_indices(samples: int) -> list[int]:

@@ -63,8 +63,8 @@ def agreed_held_out(engine: Engine, job: Any, *, by_length: bool = False) -> Hel
             "other ranks, so sums over held-out samples would depend on the number of ranks. "
             "Compute the figures in evaluate(model), which rank 0 calls"
         )
-    for key, data_set in data_sets.items():
-        what = f"validation()[{key!r}]" if key else "validation()"
+    sources = [f"validation()[{key!r}]" if key else "validation()" for key in data_sets]
+    for what, data_set in zip(sources, data_sets.values(), strict=True):
         # Random numbers of samples follow from their place, so they may draw some.
         if not agreed_samples(engine, data_set, augments=True, what=what):
             raise JobError(
@@ -81,9 +81,9 @@ def agreed_held_out(engine: Engine, job: Any, *, by_length: bool = False) -> Hel
     if by_length and all(hasattr(data_set, "lengths") for data_set in data_sets.values()):
         data.sample_lengths = [
             length
-            for key, data_set in data_sets.items()
+            for what, data_set in zip(sources, data_sets.values(), strict=True)
             for length in same_lengths(
-                engine, f"validation()[{key!r}].lengths", data_set.lengths, len(data_set)
+                engine, f"{name}.{what}.lengths", data_set.lengths, len(data_set)
             ).tolist()
         ]
     return data

@@ -61,6 +61,7 @@ from orchestrator.trainer.consistency_checks import (
     describe_environment,
     device_request,
     own_rates,
+    refuse_different_costs,
 )
 from orchestrator.trainer.evaluation import agreed_held_out
 from orchestrator.trainer.failure import describe
@@ -560,5 +561,7 @@ def _planned(config: Config, job: Job, engine: Engine, nodes: int, run: RunDir) 
     if config.accumulation.micro_tokens is not None:
         lengths = agreed_lengths(engine, job, dataset, true_samples)
     planned = plan_with(engine.parameter_count(), true_samples)
+    if planned.work is not None:
+        refuse_different_costs(engine, job, planned.work)
     compare_facts(config.facts, planned, plan_with)
     return planned

@@ -189,6 +189,26 @@ def test_another_training_than_the_one_that_was_begun_is_refused(tmp_path, other
 
 
 @pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("micro_tokens", (20, 30)),
+        ("pad_to", (1, 2)),
+        ("balance", ("even", "measured")),
+        ("cost", (lambda length, n: n * length, lambda length, n: n * length**2)),
+    ],
+)
+def test_ranks_that_would_form_other_micro_steps_are_refused(name, values):
+    """Else samples would be computed twice, and others by no rank."""
+    options = {"global_batch": 16, "micro_tokens": 20, "lengths": [1 + n % 9 for n in range(53)]}
+
+    def rank(group):
+        with pytest.raises(JobError, match=rf"first in {name} .*of run\.windows"):
+            Training(group, **options | {name: values[group.rank]})
+
+    run_in_threads(2, rank)
+
+
+@pytest.mark.parametrize(
     ("option", "said"),
     [
         ({"state": torch.nn.Linear(1, 1)}, r"state must be as in state=\{'rate': scheduler\}, but"),

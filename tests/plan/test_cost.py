@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import PlanError
-from orchestrator.plan.cost import TokenBudget, deal, lengths_of, split_by_cost
+from orchestrator.plan.cost import TokenBudget, WorkByCost, deal, lengths_of, split_by_cost
 from orchestrator.plan.split import even_parts, split_leaves
 from orchestrator.plan.window import planner_of
 from tests.plan.stated import make_plan
@@ -110,7 +110,40 @@ def test_a_cost_decides_where_it_is_given():
     assert by_squares.samples_per_rank == (1, 40)
 
 
-@pytest.mark.parametrize("cost", [lambda *_: 0, lambda *_: float("inf"), lambda *_: -1.0])
+def test_a_budget_beyond_the_update_leaves_no_rank_without_work():
+    split = split_by_cost(np.arange(1, 49), 4, TokenBudget(micro_tokens=10**9))
+    assert not split.idle_ranks
+    assert WorkByCost(np.arange(1, 49), TokenBudget(micro_tokens=10**9)).most_samples > 48
+
+
+@pytest.mark.parametrize("unit", [1e-6, 1.0, 1e6])
+def test_the_cost_of_a_window_is_in_the_unit_of_the_cost_function(unit):
+    """Else measured speeds would count micro-steps, or only their cost, by that unit."""
+    lengths = np.array([9, 7, 5, 3, 1, 1])
+    micro_batches = [[0], [1, 2], [3, 4, 5]]
+    by_tokens = WorkByCost(lengths, TokenBudget(micro_tokens=18))
+    budget = TokenBudget(micro_tokens=18, cost=lambda length, samples: unit * length * samples)
+    cost = WorkByCost(lengths, budget).cost(micro_batches)
+    assert cost == pytest.approx(unit * by_tokens.cost(micro_batches))
+
+
+def test_a_digest_of_costs_tells_cost_functions_apart():
+    def digest(cost):
+        return WorkByCost(np.arange(1, 200), TokenBudget(micro_tokens=400, cost=cost)).cost_digest
+
+    tokens = digest(lambda length, samples: length * samples)
+    assert digest(None) is None
+    assert tokens == digest(lambda length, samples: samples * length)
+    assert tokens != digest(lambda length, samples: length * samples + 1)
+    assert tokens != digest(lambda length, samples: length * (samples if samples == 1 else 2))
+
+
+@pytest.mark.parametrize(
+    "cost",
+    [
+        lambda *_: 0, lambda *_: float("inf"), lambda *_: -1.0, lambda *_: None, lambda *_: "much",
+    ],
+)  # fmt: skip
 def test_a_cost_that_is_no_cost_is_refused(cost):
     with pytest.raises(PlanError, match=r"cost\(9, 1\) must be a number above 0"):
         split_by_cost(np.array([9]), 1, TokenBudget(micro_tokens=9, cost=cost))
@@ -119,7 +152,10 @@ def test_a_cost_that_is_no_cost_is_refused(cost):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ([1, 2], "one whole number for each of the 3 samples, but have shape"),
+        ([1, 2], "one whole number for each of the 3 samples, in a list or array, but are 2"),
+        ((n for n in [1, 2, 3]), "but are of type generator"),
+        ([[1], [2], [3]], r"but have shape \(3, 1\)"),
+        ([0, 0, 0], "but all 3 are 0"),
         ([1, -2, 3], "0 or more, but sample 1 has -2"),
         ([1, 2.5, 3], "whole numbers, but are of float64"),
         (["1", "2", "x"], "whole numbers, but are of"),
