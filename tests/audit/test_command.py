@@ -177,7 +177,7 @@ backend = dist.get_default_backend_for_device(device)
 dist.init_process_group(backend, device_id=device)
 torch.manual_seed(0)
 model = nn.parallel.DistributedDataParallel(nn.Linear(3, 2).to(rank), device_ids=[rank])
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
+optimizer = torch.optim.AdamW(model.parameters(), 0.1)  # asks whether a stream is captured
 torch.manual_seed(rank)
 for _ in range(8):
     x, y = torch.randn(4, 3).to(device), torch.ones(4, dtype=torch.long, device=rank)
