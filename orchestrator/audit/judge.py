@@ -29,10 +29,10 @@ Array = npt.NDArray[np.float64]
 CLIPPED_WHILE_SCALED = "clipped before the loss scaler's scale was removed"
 RIGHT, SLOW, WRONG, UNJUDGED = "right", "slow", "wrong", "not judged"
 ROWS = (
-    "weights", "length", "gradient", "synchrony", "reductions", "clearing", "clipping", "schedule",
+    "weights", "length", "gradient", "synchrony", "reductions", "clearing", "clipping",
     "data", "layers", "environment",
 )  # fmt: skip
-ESSENTIAL = ("weights", "length", "gradient", "synchrony", "clearing", "clipping", "schedule")
+ESSENTIAL = ("weights", "length", "gradient", "synchrony", "clearing", "clipping")
 EQUAL = 1e-5
 """Weights, and lengths, that differ relatively by less are equal: float32 rounds them."""
 TOLERANCE = {
@@ -215,8 +215,27 @@ def judge(traces: Sequence[Trace]) -> Judgement:
         _judge_lengths([one for one in updates if one.level is not None])
         for one in updates:
             one.judge_gradient()
+    if schedule := _describe_schedule(every):
+        made.notes.append(schedule)
     _judge_run(made, traces, max((len(window.steps) for window in every), default=1))
     return made
+
+
+def _describe_schedule(windows: Iterable[JudgedWindow]) -> str | None:
+    """Return a note on schedules that step in micro-steps: what they count is the script's choice,
+    and an update uses one rate, its last.
+    """
+    for window in windows:
+        steps = len(window.steps)
+        inside = {after for after in window.record["schedules"] if 0 < after < steps}
+        changed = any(a["lr"] != b["lr"] for a, b in pairwise(window.steps))
+        if (steps > 1 and len(inside) >= max(1, (steps - 1) // 2)) or changed:
+            counted = ", ".join(window.record["horizons"]) or "its decay"
+            return (
+                f"the learning rate changes within a window of {steps} micro-steps (an update uses "
+                f"its last one): {counted} should count micro-steps, not updates"
+            )
+    return None
 
 
 def _leave_out_discarded(windows: dict[tuple[int, int], list[JudgedWindow]]) -> int:
@@ -310,7 +329,6 @@ class _Update:
     def judge(self) -> None:
         self._judge_reductions()
         whole = self._judge_clipping()
-        self._judge_schedule()
         self._judge_data()
         self.why = self._reason()
         self.weights = None if self.why else self._weights()
@@ -696,23 +714,6 @@ class _Update:
             self.say("clipping", RIGHT, "once an update, after the reduction")
             return True
         return False
-
-    def _judge_schedule(self) -> None:
-        window = self.windows[0]
-        steps = len(window.steps)
-        inside = {after for after in window.record["schedules"] if 0 < after < steps}
-        rates = [step["lr"] for step in window.steps]
-        changed = sum(a != b for a, b in pairwise(rates))
-        if (steps > 1 and len(inside) >= max(1, (steps - 1) // 2)) or changed:
-            text = f"the learning rate changes within a window of {steps} micro-steps"
-            if horizons := window.record["horizons"]:
-                counted = ", ".join(horizons)
-                text += f": right if {counted} counts micro-steps; each update uses its last rate"
-                self.say("schedule", UNJUDGED, text)
-            else:
-                self.say("schedule", WRONG, text, "schedule-each-micro-step")
-        else:
-            self.say("schedule", RIGHT, "the learning rate is one value in each window")
 
     def _judge_data(self) -> None:
         if self.several and not any(w.record["forwards"] for w in self.windows):

@@ -455,7 +455,9 @@ class Observer:
                 lambda _, args, kwargs: self._note_rows(kwargs.values()) if not args else None,
                 with_kwargs=True,
             )
-        random = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:16]
+        with self.recorder.paused():
+            state = torch.get_rng_state().numpy().tobytes()
+        random = hashlib.sha256(state).hexdigest()[:16]
         self.forwards.append({
             "before": self.backwards + 1, "rows": [], "random": random, "used": False,
         })  # fmt: skip

@@ -30,6 +30,8 @@ def test_each_fault_is_named_and_no_other_and_right_loops_are_right_in_every_row
             states = {row: made.judgement.state(row) for row in ROWS}
             assert set(states.values()) == {RIGHT}, (name, states)
             assert max(u["relative_error"] for u in made.judgement.updates) < 1e-6
+            noted = any("learning rate changes" in note for note in made.judgement.notes)
+            assert noted == (name == "schedule-each-micro-step")
         elif name in loop.NOT_WRONG:
             assert made.state != WRONG, (name, made.judgement.findings)
         elif size == 1 and name in NEED_RANKS:
