@@ -27,13 +27,12 @@ FAULTS = (
 RIGHT = (
     "sum", "weighted-mean", "no-sync", "scaler", "autocast", "frozen", "shared", "two-optimizers",
     "clip", "schedule", "by-hand", "closure", "drop-last", "warm-up", "norm-only", "clip-parts",
-    "schedule-each-micro-step", "evaluates", "positions-first", "reentrant",
+    "schedule-each-micro-step", "discarded-forward", "evaluates", "positions-first", "reentrant",
 )  # fmt: skip
 ALSO = {"cleared-early": "cleared-each-micro-step"}
 """Faults that the audit gives the name of another."""
 NOT_WRONG = (
     "lbfgs",
-    "discarded-forward",
     "two-losses",
     "other-divisor",
     "bare-dropout",
