@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -30,6 +30,43 @@ def _is_cuda(value: Any) -> bool:
     return isinstance(value, _torch_device) and value.type == "cuda"
 
 
+class SimulatedStream:
+    """A stream, or event, of work that is done when it is launched."""
+
+    cuda_stream = stream_id = device_index = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.device = _torch_device("cuda")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def is_capturing(self) -> bool:
+        """Return False: nothing captures a graph of kernels."""
+        return False
+
+    def query(self) -> bool:
+        """Return True: the work is done."""
+        return True
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Return 0.0 ms: nothing is measured."""
+        del end_event
+        return 0.0
+
+    def record_event(self, event: Any = None) -> Any:
+        """Return the event."""
+        return event or SimulatedStream()
+
+    def synchronize(self, *_: Any) -> None:
+        """Return at once."""
+
+    record = wait = wait_event = wait_stream = synchronize
+
+
 class CudaOnCpu(TorchFunctionMode):
     """Mode in which calls that name a CUDA device run on the CPU."""
 
@@ -39,6 +76,8 @@ class CudaOnCpu(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
+        if func is torch.Tensor.record_stream:
+            return None
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = "cpu"
         if func is torch.Tensor.to and _is_cuda(args[1] if len(args) > 1 else None):
@@ -59,6 +98,8 @@ def simulate() -> None:
         setattr(cuda, name, lambda *_, **__: None)
     for name in ZERO:
         setattr(cuda, name, lambda *_, **__: 0)
+    cuda.is_current_stream_capturing = lambda: False
+    _simulate_streams(cuda)
     cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
     cuda.set_rng_state = lambda *_, **__: None
     cuda.get_rng_state_all = lambda: [torch.get_rng_state()]
@@ -84,6 +125,12 @@ def simulate() -> None:
     CudaOnCpu().__enter__()
 
 
+def _simulate_streams(module: Any) -> None:
+    for name in ("Stream", "Event", "current_stream", "default_stream", "stream"):
+        if hasattr(module, name):
+            setattr(module, name, SimulatedStream)
+
+
 def _simulate_accelerator() -> None:
     """Let `torch.accelerator` see the same GPUs."""
     accelerator = getattr(torch, "accelerator", None)
@@ -98,6 +145,7 @@ def _simulate_accelerator() -> None:
     for name in ("current_device_index", "current_device_idx", *ZERO):
         if hasattr(accelerator, name):
             setattr(accelerator, name, lambda *_, **__: 0)
+    _simulate_streams(accelerator)
     accelerator.is_available = lambda: True
     accelerator.device_count = torch.cuda.device_count
     accelerator.current_accelerator = lambda *_, **__: _torch_device("cuda")

@@ -156,11 +156,6 @@ FAULTS = {
         "The limit acts on a number thousands of times too large: every update is cut to it.",
         ("scaler.unscale_(optimizer)", "torch.nn.utils.clip_grad_norm_(parameters, limit)"),
     ),
-    "schedule-each-micro-step": KnownFault(
-        "the schedule steps in each micro-step, not once an update",
-        "The learning rate decays as many times too fast as there are micro-steps.",
-        ("if last:", "    optimizer.step()", "    scheduler.step()"),
-    ),
     "same-data": KnownFault(
         "all ranks compute the same samples",
         "More ranks do not make a larger batch: the work of all but one is wasted.",

@@ -29,10 +29,10 @@ Array = npt.NDArray[np.float64]
 CLIPPED_WHILE_SCALED = "clipped before the loss scaler's scale was removed"
 RIGHT, SLOW, WRONG, UNJUDGED = "right", "slow", "wrong", "not judged"
 ROWS = (
-    "weights", "length", "gradient", "synchrony", "reductions", "clearing", "clipping", "schedule",
+    "weights", "length", "gradient", "synchrony", "reductions", "clearing", "clipping",
     "data", "layers", "environment",
 )  # fmt: skip
-ESSENTIAL = ("weights", "length", "gradient", "synchrony", "clearing", "clipping", "schedule")
+ESSENTIAL = ("weights", "length", "gradient", "synchrony", "clearing", "clipping")
 EQUAL = 1e-5
 """Weights, and lengths, that differ relatively by less are equal: float32 rounds them."""
 TOLERANCE = {
@@ -191,6 +191,9 @@ def judge(traces: Sequence[Trace]) -> Judgement:
     forwards = [f for window in every for f in window.record["forwards"] if not f["used"]]
     seen = {f["data"] for f in forwards if f.get("data") is not None}
     dropped_are_data = True in seen if seen else None
+    probes = [probe for trace in traces for probe in trace.end.get("probes", [])]
+    tested = [{*probe["free"]} for probe in probes if probe["untested"] is None]
+    free: set[int] = set.intersection(*tested) if tested else set()
     of_optimizer: dict[int, list[list[JudgedWindow]]] = {}
     for key in whole:
         of_optimizer.setdefault(key[0], []).append(windows[key])
@@ -206,6 +209,7 @@ def judge(traces: Sequence[Trace]) -> Judgement:
             one = _Update(made, ranks, before, update, usual, depth)
             one.several = len(of_optimizer) > 1
             one.dropped_are_data = dropped_are_data
+            one.free_terms = free
             if not shared:
                 one.reason = one.reason or "optimizers step after different micro-steps"
             one.judge()
@@ -215,8 +219,27 @@ def judge(traces: Sequence[Trace]) -> Judgement:
         _judge_lengths([one for one in updates if one.level is not None])
         for one in updates:
             one.judge_gradient()
+    if schedule := _describe_schedule(every):
+        made.notes.append(schedule)
     _judge_run(made, traces, max((len(window.steps) for window in every), default=1))
     return made
+
+
+def _describe_schedule(windows: Iterable[JudgedWindow]) -> str | None:
+    """Return a note on schedules that step in micro-steps: what they count is the script's choice,
+    and an update uses one rate, its last.
+    """
+    for window in windows:
+        steps = len(window.steps)
+        inside = {after for after in window.record["schedules"] if 0 < after < steps}
+        changed = any(a["lr"] != b["lr"] for a, b in pairwise(window.steps))
+        if (steps > 1 and len(inside) >= max(1, (steps - 1) // 2)) or changed:
+            counted = ", ".join(window.record["horizons"]) or "its decay"
+            return (
+                f"the learning rate changes within a window of {steps} micro-steps (an update uses "
+                f"its last one): {counted} should count micro-steps, not updates"
+            )
+    return None
 
 
 def _leave_out_discarded(windows: dict[tuple[int, int], list[JudgedWindow]]) -> int:
@@ -261,8 +284,12 @@ def _tolerance_of(windows: Iterable[JudgedWindow]) -> float:
 
 def _depth(windows: Iterable[JudgedWindow]) -> int:
     """Return which reduction of the losses is over samples: the first that has several elements."""
+    return _first_of_many(step["loss"]["reductions"] for window in windows for step in window.steps)
+
+
+def _first_of_many(chains: Iterable[Sequence[dict[str, Any]]]) -> int:
     depths: list[int] = []
-    for reductions in (step["loss"]["reductions"] for window in windows for step in window.steps):
+    for reductions in chains:
         many = [i for i, reduction in enumerate(reductions) if reduction["elements"] > 1]
         if reductions:
             depths.append(many[0] if many else len(reductions) - 1)
@@ -292,7 +319,10 @@ class _Update:
         self.reason = None if same_parameters else "ranks have different parameters"
         self.dropped = 0  # forward passes without a backward pass
         self.dropped_are_data: bool | None = None  # of other passes' losses, as targets are
+        self.free_terms: set[int] = set()  # of the loss, which no sample changes
         self.several = False  # there are other optimizers
+        # No update of this optimizer adds up anything, so a loss that cannot be read is no matter.
+        self.is_single = usual == 1 and self.size == 1
         self.name = ""  # how the applied gradient came about
         self.level: float | None = None  # the weight of a sample or token, if all have the same
         self.total: float | None = None  # the number of samples or tokens that it divides by
@@ -310,9 +340,13 @@ class _Update:
     def judge(self) -> None:
         self._judge_reductions()
         whole = self._judge_clipping()
-        self._judge_schedule()
         self._judge_data()
-        self.why = self._reason()
+        other, of_loss = self._reason(), self._reason_of_losses()
+        self.why = other or of_loss
+        losses = self._losses()
+        divided = any(t["divisors"] for loss in losses for t in (loss, *loss["others"]))
+        unread = of_loss or any(loss["others"] for loss in losses)
+        self.is_single = self.is_single and bool(unread) and not (other or divided)
         self.weights = None if self.why else self._weights()
         if self.weights is None and self.why is None:
             self.why = "micro-steps have different kinds of losses"
@@ -340,6 +374,12 @@ class _Update:
                 self._judge_clearing(found)
                 if self.name == "local" and not same:
                     found = self.average
+        self.is_single = self.is_single and reason is None and self.name == "average"
+        if self.is_single:
+            text = "one micro-step on one rank: the update is that of the script's own loss"
+            self.say("weights", RIGHT, text)
+            self.say("length", RIGHT, text)
+            return
         self.level = self._judge_weights(found)
         if reason:
             self.level, self.why = None, self.why or reason
@@ -358,7 +398,6 @@ class _Update:
             own = {forward["before"] for forward in window.record["forwards"]}
             if own and not own.issuperset(window.backwards):
                 reasons.append("several backward passes follow one forward pass")
-            reasons += [self._reason_of_loss(step["loss"]) for step in window.steps]
             for one, other in pairwise(window.steps):
                 for name in _differing(one["state"], other["state"]):
                     reasons.append(f"{name} changes within the window, and is not trained")
@@ -370,6 +409,57 @@ class _Update:
                 for name in _differing(own, first):
                     reasons.append(f"{name} is not trained, and differs between ranks")
         return next((reason for reason in reasons if reason), None)
+
+    def _losses(self) -> list[dict[str, Any]]:
+        return [step["loss"] for window in self.windows for step in window.steps]
+
+    def _reason_of_losses(self) -> str | None:
+        reasons = [self._reason_of_loss(loss) for loss in self._losses()]
+        return next((reason for reason in reasons if reason), None) or self._reason_of_terms()
+
+    def _divisors(self, term: dict[str, Any]) -> list[int]:
+        """Return the numbers of micro-steps or ranks that a term was divided by."""
+        counts = {max(self.counts), self.usual, self.size, self.usual * self.size} - {1}
+        divisors = [*term["divisors"], *(1 / f for f in term["factors"] if f)]
+        return sorted(n for n in counts for d in divisors if abs(d / n - 1) <= EQUAL)
+
+    def _reason_of_terms(self) -> str | None:
+        """Return why the first term's weights do not hold for the others that are added to it."""
+        losses = self._losses()
+        count = len(losses[0]["others"]) if losses else 0
+        if any(len(loss["others"]) != count for loss in losses):
+            return "micro-steps have different numbers of loss terms"
+        main = [loss["reductions"][self.depth] for loss in losses]
+        for number in range(count):
+            chains = [loss["others"][number]["reductions"] for loss in losses]
+            depth = _first_of_many(chains)
+            if any(len(chain) <= depth for chain in chains):
+                return "the reduction of a loss term was not found"
+            term = [chain[depth] for chain in chains]
+            if len({r["name"] for r in term}) > 1:
+                return "micro-steps have different kinds of losses"
+            if any(r["gradient"] is None or not np.isfinite(r["gradient"]) for r in term):
+                return "the gradient of a loss term is not finite, or did not arrive"
+            if sum(self.counts) > 1 and any(
+                self._divisors(loss) != self._divisors(loss["others"][number]) for loss in losses
+            ):
+                return (
+                    "one loss term is divided by the number of micro-steps or ranks, another is not"
+                )
+            is_free = number + 1 in self.free_terms
+            if not is_free and any(r["is_mean"] != main[0]["is_mean"] for r in term):
+                return "one loss term is a mean, another a sum"
+            whole = np.array(
+                [r["gradient"] / m["gradient"] for r, m in zip(term, main, strict=True)]
+            )
+            each = whole * [
+                m["elements"] / max(r["elements"], 1.0) if m["is_mean"] else 1.0
+                for r, m in zip(term, main, strict=True)
+            ]
+            for ratios in (whole,) if is_free else (whole, each):
+                if np.ptp(ratios) > EQUAL * np.max(np.abs(ratios)):
+                    return "loss terms have other weights to one another in each micro-step"
+        return None
 
     def _reason_of_loss(self, loss: dict[str, Any]) -> str | None:
         if loss["reason"] or len(loss["reductions"]) <= self.depth:
@@ -557,6 +647,20 @@ class _Update:
         found = {name: level * float(np.concatenate(self._units(name)).sum()) for name in names}
         return found if is_mean else {**found, "sum": level}
 
+    def alike_terms(self) -> int:
+        """Return how many terms the losses have, if all are alike: an average may be meant."""
+        for loss in self._losses():
+            main = loss["reductions"][self.depth]
+            for term in loss["others"]:
+                if not any(
+                    r["name"] == main["name"]
+                    and r["elements"] == main["elements"]
+                    and abs(r["gradient"] - main["gradient"]) <= EQUAL * abs(main["gradient"])
+                    for r in term["reductions"]
+                ):
+                    return 1
+        return 1 + len(self._losses()[0]["others"])
+
     def length_fault(self, times: float) -> str | None:
         """Return the fault that makes an update `times` as long as it should be."""
         steps, size = max(self.counts), self.size
@@ -567,6 +671,8 @@ class _Update:
         factors = self.windows[0].steps[0]["loss"]["factors"]
         if any(is_near(factor) for factor in factors):
             return None  # it may be a part of the loss
+        if times < 1 and self._losses()[0]["others"]:
+            return None  # so may a divisor, of an average of terms
         if self.name == "sum" and is_near(size):
             return "sum-over-ranks"
         if len(set(self.counts)) > 1 and is_near(float(np.mean(self.counts)) / self.usual):
@@ -586,12 +692,15 @@ class _Update:
 
     def judge_gradient(self) -> None:
         """Compare the applied gradient with that of one big batch."""
-        if self.weights is None or self.applied is None:
+        weights = None if self.is_single else self.weights
+        if (weights is None and not self.is_single) or self.applied is None:
             self.say("gradient", UNJUDGED, str(self.why))
             return
         matrix = np.concatenate([w.gradients for w in self.windows])
-        total = self.total or float(np.concatenate(self._units("units")).sum())
-        shares = 1.0 / (np.concatenate(self.weights) * total)
+        shares = self.average
+        if weights is not None:
+            total = self.total or float(np.concatenate(self._units("units")).sum())
+            shares = 1.0 / (np.concatenate(weights) * total)
         true = shares @ matrix
         scale = float(np.abs(shares) @ np.linalg.norm(matrix, axis=1))
         off = max(float(np.linalg.norm(a - true)) for a in self.applied)
@@ -697,23 +806,6 @@ class _Update:
             return True
         return False
 
-    def _judge_schedule(self) -> None:
-        window = self.windows[0]
-        steps = len(window.steps)
-        inside = {after for after in window.record["schedules"] if 0 < after < steps}
-        rates = [step["lr"] for step in window.steps]
-        changed = sum(a != b for a, b in pairwise(rates))
-        if (steps > 1 and len(inside) >= max(1, (steps - 1) // 2)) or changed:
-            text = f"the learning rate changes within a window of {steps} micro-steps"
-            if horizons := window.record["horizons"]:
-                counted = ", ".join(horizons)
-                text += f": right if {counted} counts micro-steps; each update uses its last rate"
-                self.say("schedule", UNJUDGED, text)
-            else:
-                self.say("schedule", WRONG, text, "schedule-each-micro-step")
-        else:
-            self.say("schedule", RIGHT, "the learning rate is one value in each window")
-
     def _judge_data(self) -> None:
         if self.several and not any(w.record["forwards"] for w in self.windows):
             return  # they belong to another optimizer of the same window
@@ -728,9 +820,15 @@ class _Update:
                 not f["used"] and len(f["rows"]) in sizes and used.isdisjoint(f["rows"])
                 for f in forwards
             )
-        if self.dropped and self.dropped_are_data is not True:
+        lines = [f["lines"] for f in forwards if f["used"]]
+        apart = all(f["used"] or f["lines"] not in lines for f in forwards)
+        if self.dropped and self.dropped_are_data is False and apart:
+            note = "forward passes lead to no loss: waste, unless they are for something else"
+            if note not in self.made.notes:
+                self.made.notes.append(note)
+        elif self.dropped and self.dropped_are_data is not True:
             text = f"{self.dropped} forward passes of this window have no backward pass"
-            # Where several passes count, a discarded one is waste, or something of its own.
+            # Where several passes count, a discarded one may have been rejected.
             known = self.dropped_are_data is False and max(self.counts) == 1
             fault = "last-micro-step-only" if known else None
             self.say("weights", WRONG if known else UNJUDGED, text, fault)
@@ -772,9 +870,12 @@ def _judge_lengths(updates: Sequence[_Update]) -> None:
     if not updates:
         return
     times = [one.times() for one in updates]
+    terms = min(one.alike_terms() for one in updates)
+    if any(terms in (max(one.counts), one.size, max(one.counts) * one.size) for one in updates):
+        terms = 1  # else a division too many would be taken for that of an average
     for counted in times[0]:
         found = [each[counted] for each in times]
-        if all(abs(value - 1) <= EQUAL for value in found):
+        if all(min(abs(value - 1), abs(value * terms - 1)) <= EQUAL for value in found):
             for one in updates:
                 one.total = 1 / (one.level or 1.0)
                 one.say("length", RIGHT, f"the update is that of {COUNTED[counted]}")
@@ -869,8 +970,20 @@ def _judge_samples(made: Judgement, traces: Sequence[Trace]) -> None:
     elif not tested:
         text = untested or "whether samples influence one another was not tested"
         made.say("weights", UNJUDGED, text)
+    elif any(probe["free"] for probe in tested) and not _first_term_is_mean(traces, tested):
+        text = "a loss term does not depend on samples, so it counts once in each micro-step"
+        made.say("weights", UNJUDGED, text)
     elif changed := _changing_constant(traces, probes):
         made.say("weights", UNJUDGED, changed)
+
+
+def _first_term_is_mean(traces: Sequence[Trace], probes: Sequence[dict[str, Any]]) -> bool:
+    """Return whether all first terms are means over samples, beside which a constant term counts
+    as in a big batch.
+    """
+    steps = [step for trace in traces for w in trace.windows.values() for step in w.steps]
+    means = all(step["loss"]["reductions"][-1]["is_mean"] for step in steps)
+    return means and all(0 not in probe["free"] for probe in probes)
 
 
 def _changing_constant(

@@ -21,12 +21,13 @@ DDP_OUTPUTS = "_DDPSinkBackward"
 SEVERAL = "several loss terms"
 LINEAR = frozenset({
     "MulBackward0", "MulBackward1", "DivBackward0", "DivBackward1", "NegBackward0",
-    "AddBackward0", "AddBackward1", "SubBackward0", "SubBackward1",
+    "AddBackward0", "AddBackward1", "SubBackward0", "SubBackward1", "RsubBackward1",
     "ToCopyBackward0", "CloneBackward0", "AliasBackward0", "ViewBackward0", "ReshapeAliasBackward0",
     "UnsafeViewBackward0", "SqueezeBackward0", "SqueezeBackward1", "UnsqueezeBackward0",
     "SelectBackward0", "ExpandBackward0", DDP_OUTPUTS,
 })  # fmt: skip
 """Nodes that pass a gradient on, times a constant, if one input alone needs a gradient."""
+DIVISIONS = frozenset({"DivBackward0", "DivBackward1"})
 MEANS = frozenset({"MeanBackward0", "MeanBackward1"})
 SUMS = frozenset({"SumBackward0", "SumBackward1"})
 NLL = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
@@ -34,6 +35,8 @@ FUSED = frozenset({
     "MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0", "SoftMarginLossBackward0",
     "BinaryCrossEntropyBackward0", "BinaryCrossEntropyWithLogitsBackward0",
 })  # fmt: skip
+ADDITIONS = frozenset({"AddBackward0", "SubBackward0"})
+MOST_TERMS = 64
 NONE, MEAN = 0, 1  # torch's numbers of reductions
 STACKS = frozenset({"StackBackward0", "CatBackward0"})
 
@@ -59,10 +62,12 @@ class Reduction:
 
 @dataclass
 class LossGraph:
-    """The loss of one backward pass.
+    """The loss of one backward pass: its first term, and the others that are added to it.
 
     Attributes:
         factors: constants that the script multiplied by, from the root on; no divisors.
+        divisors: constants that the script divided by.
+        others: the other terms, of which none has others.
         reductions: from the root on. One over a single element is followed by those below it.
         reason: why the loss cannot be judged.
         node: that of the last reduction.
@@ -72,10 +77,20 @@ class LossGraph:
     reason: str | None = None
     node: Any = None
     factors: list[float] = field(default_factory=list)
+    divisors: list[float] = field(default_factory=list)
+    others: list[LossGraph] = field(default_factory=list)
+
+    @property
+    def nodes(self) -> list[Any]:
+        """The node of the last reduction of each term."""
+        return [self.node, *(term.node for term in self.others)]
 
     def to_json(self) -> dict[str, Any]:
         reductions = [asdict(r) for r in self.reductions]
-        return {"reductions": reductions, "reason": self.reason, "factors": self.factors}
+        return {
+            "reductions": reductions, "reason": self.reason, "factors": self.factors,
+            "divisors": self.divisors, "others": [term.to_json() for term in self.others],
+        }  # fmt: skip
 
 
 def is_compiled(roots: Sequence[Tensor]) -> bool:
@@ -104,10 +119,17 @@ def read_loss(roots: Sequence[Tensor]) -> LossGraph:
     [root] = roots
     if root.grad_fn is None:
         return LossGraph([], "the loss has no graph")
-    loss, edge = LossGraph([]), (root.grad_fn, root.output_nr)
+    loss = LossGraph([])
+    _follow(loss, (root.grad_fn, root.output_nr))
+    loss.reason = loss.reason or next((t.reason for t in loss.others if t.reason), None)
+    if len(loss.others) >= MOST_TERMS:
+        loss.reason = f"more than {MOST_TERMS} loss terms"
+    return loss
+
+
+def _follow(loss: LossGraph, edge: Any) -> None:
     while edge is not None:
         edge = _descend(loss, *edge)
-    return loss
 
 
 def _descend(loss: LossGraph, node: Any, output: int) -> Any:
@@ -133,14 +155,29 @@ def _descend(loss: LossGraph, node: Any, output: int) -> Any:
                 loss.reason = "the loss is one of several numbers"
                 return None
             loss.factors.append(float(factor))
+        elif node.name() in DIVISIONS:
+            other = node._saved_other
+            loss.divisors.append(float(other) if other.numel() == 1 else math.nan)
         return edges[0]
     main = _smoothed_cross_entropy(node)
     if main is None:
+        if node.name() in ADDITIONS and len(loss.others) < MOST_TERMS:
+            return _branch(loss, edges)
         loss.reason = SEVERAL
     else:
         _reduce(loss, node, main[1])
         loss.node = main[0]
     return None
+
+
+def _branch(loss: LossGraph, edges: Sequence[Any]) -> Any:
+    """Follow all terms of a sum but the first, whose edge is returned."""
+    for edge in edges[1:]:
+        term = LossGraph([*loss.reductions], factors=[*loss.factors], divisors=[*loss.divisors])
+        _follow(term, edge)
+        loss.others += [term, *term.others]
+        term.others = []
+    return edges[0]
 
 
 def _reduce(loss: LossGraph, node: Any, found: Reduction) -> Any:

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import hashlib
 import importlib
+import inspect
 import json
 import os
 import runpy
@@ -44,7 +45,8 @@ from orchestrator.audit.separability import (
     Recorder,
     Replay,
     compare_samples,
-    find_reduction,
+    find_reductions,
+    script_lines,
 )
 
 MOST_VALUES = 2**17
@@ -272,26 +274,26 @@ class Observer:
             return
         probe = Probe(self.backwards)
         self.probes.append(probe)
-        reduction = find_reduction(self.recorder, loss.node)
-        if reduction is None:
+        reductions = find_reductions(self.recorder, loss.nodes)
+        if reductions is None:
             probe.untested = self.recorder.failure or "the loss's computation was not recorded"
             return
         try:
-            self._replay(probe, reduction)
+            self._replay(probe, reductions)
         except Exception as error:  # noqa: BLE001  the script must run on, and the report says it
             probe.untested = f"the replay failed: {type(error).__name__}: {error}"
 
-    def _replay(self, probe: Probe, reduction: Operation) -> None:
+    def _replay(self, probe: Probe, reductions: list[Operation]) -> None:
         state = {id(t) for m in self.modules.values() for t in (*m.parameters(), *m.buffers())}
         trained = [p for tracked in self.optimizers.values() for p in tracked.parameters]
         state |= {id(t) for p in trained for t in (p, p.grad) if t is not None}
         rows = [len(f["rows"]) for f in self.forwards if f["before"] == self.backwards]
-        replay = Replay(self.recorder, reduction, state, max(rows, default=0) or None)
+        replay = Replay(self.recorder, reductions, state, max(rows, default=0) or None)
         for forward, tensors in self.outputs:
             if forward["before"] == self.backwards:
                 forward["data"] = replay.is_data(tensors)
         probe.mixed, probe.untested = compare_samples(replay)
-        probe.constants = replay.constants()
+        probe.constants, probe.free = replay.constants(), sorted(replay.free)
 
     def _digest_state(self) -> dict[str, str]:
         """Return digests of frozen weights, buffers, and weights of other models."""
@@ -455,9 +457,12 @@ class Observer:
                 lambda _, args, kwargs: self._note_rows(kwargs.values()) if not args else None,
                 with_kwargs=True,
             )
-        random = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:16]
+        with self.recorder.paused():
+            state = torch.get_rng_state().numpy().tobytes()
+        random = hashlib.sha256(state).hexdigest()[:16]
         self.forwards.append({
             "before": self.backwards + 1, "rows": [], "random": random, "used": False,
+            "lines": script_lines(inspect.currentframe()),
         })  # fmt: skip
         self._note_rows(inputs)
 

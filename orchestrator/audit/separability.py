@@ -86,6 +86,7 @@ class Probe:
         backward: the number of its backward pass.
         mixed: how samples influence one another.
         untested: what could not be tested.
+        free: numbers of loss terms that no sample changes, such as a norm of the weights.
         constants: numbers and tensors from outside that elements depend on, besides data and
             weights. They must be alike in all micro-steps of a window.
     """
@@ -93,6 +94,7 @@ class Probe:
     backward: int
     mixed: str | None = None
     untested: str | None = None
+    free: list[int] = field(default_factory=list)
     constants: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -108,14 +110,27 @@ def _flat(values: Any) -> list[Tensor]:
     return [value for value in tree_flatten(values)[0] if isinstance(value, Tensor)]
 
 
-def _line(frame: FrameType | None) -> str:
-    """Return the script's line that an operation belongs to."""
+def _results(values: Any, count: int) -> list[Tensor | None]:
+    """Return the tensors of a result; None for one that only a gradient needs, such as a workspace
+    of an LSTM.
+    """
+    leaves = tree_flatten(values)[0]
+    return leaves if len(leaves) == count else [*_flat(values)]
+
+
+def script_lines(frame: FrameType | None) -> list[str]:
+    """Return the script's lines that a frame belongs to, the innermost first."""
+    lines: list[str] = []
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith((*_LIBRARIES, _OWN, "<frozen")):
-            return f"{Path(file).name}:{frame.f_lineno}"
+            lines.append(f"{Path(file).name}:{frame.f_lineno}")
         frame = frame.f_back
-    return ""
+    return lines
+
+
+def _line(frame: FrameType | None) -> str:
+    return next(iter(script_lines(frame)), "")
 
 
 class Recorder(TorchDispatchMode):
@@ -249,17 +264,31 @@ class Replay:
 
     Args:
         recorder: what it was recorded by.
-        reduction: the last operation, which reduces the loss's elements.
+        reductions: the operations that reduce the elements of each term of the loss.
         state: the identities of the model's tensors (weights and buffers), which are no data.
         rows: the number of samples; None: as most of the data have.
     """
 
     def __init__(
-        self, recorder: Recorder, reduction: Operation, state: set[int], rows: int | None
+        self,
+        recorder: Recorder,
+        reductions: Sequence[Operation],
+        state: set[int],
+        rows: int | None,
     ) -> None:
-        self.recorder, self.reduction = recorder, reduction
-        self.operations = recorder.operations[: recorder.operations.index(reduction)]
-        self.ends = [t for t in reduction.inputs if t.dim() and t.numel() > 1]
+        self.recorder, self.reductions = recorder, reductions
+        last = max(map(recorder.operations.index, reductions))
+        self.reduction = recorder.operations[last]
+        self.operations = recorder.operations[:last]
+        terms = [
+            (number, t)
+            for number, reduction in enumerate(reductions)
+            for t in reduction.inputs
+            if t.dim() and t.numel() > 1
+        ]
+        self.ends = [t for _, t in terms]
+        self.terms = [number for number, _ in terms]  # the term of each end
+        self.free: set[int] = set()  # terms that no sample has changed
         self.state = state
         self.produced: set[int] = set()
         for op in self.operations:  # an operation in place returns what it was given
@@ -353,7 +382,7 @@ class Replay:
     def constants(self) -> list[str]:
         """Return what elements depend on besides data, weights and what is computed from them."""
         texts: set[str] = set()
-        for op in (*self.steps, self.reduction):
+        for op in (*self.steps, *self.reductions):
             for t in op.inputs:
                 own = id(t) in self.sources or id(t) in self.state or t.requires_grad
                 if own or not self._is_outside(t) or not t.is_floating_point():
@@ -427,13 +456,16 @@ class Replay:
             if op.random is not None:
                 torch.set_rng_state(op.random)
             try:
-                outputs = _flat(
-                    op.function(*tree_map(current, op.args), **tree_map(current, op.kwargs))
+                outputs = _results(
+                    op.function(*tree_map(current, op.args), **tree_map(current, op.kwargs)),
+                    len(op.outputs),
                 )
             except (RuntimeError, IndexError, ValueError) as error:
                 reason = str(error).splitlines()[0]
                 raise UntestableError(f"{op} does not take other data: {reason}") from error
             for old, new in zip(op.outputs, outputs, strict=True):
+                if new is None:
+                    continue
                 changed[id(old)] = replaced.get(id(old), new)
                 if (
                     kept is not None
@@ -495,12 +527,13 @@ def _mixed(replay: Replay, count: int) -> str | None:
     chosen = sorted({i * count // min(samples, count) for i in range(min(samples, count))})
     owners = [torch.full(t.shape, -1) for t in same]
     reached: set[int] = set()
+    changed: set[int] = set()
     for sample in chosen:
         rows = list(range(count))
         rows[sample] = (sample + 1) % count
         one, _ = replay.run(rows)
         alone, culprit = replay.run([sample] * count, kept=sample)
-        for end, owner, a, b in zip(same, owners, one, alone, strict=True):
+        for term, end, owner, a, b in zip(replay.terms, same, owners, one, alone, strict=True):
             if a.shape != end.shape or b.shape != end.shape:
                 raise UntestableError(
                     f"the number of elements in {replay.reduction} depends on the data"
@@ -513,9 +546,11 @@ def _mixed(replay: Replay, count: int) -> str | None:
                 )
             if bool(own.any()):
                 reached.add(sample)
+                changed.add(term)
             owner[own] = sample
     if len(reached) < 2:
         raise UntestableError("replaced samples do not change the loss")
+    replay.free = {*range(len(replay.reductions))} - changed
     return None
 
 
@@ -523,9 +558,11 @@ def _shape_or_values_differ(one: Tensor, other: Tensor) -> bool:
     return one.shape != other.shape or bool(_differs(one, other).any())
 
 
-def find_reduction(recorder: Recorder, node: Any) -> Operation | None:
-    """Return the operation that made a node of the autograd graph."""
-    for op in reversed(recorder.operations):
-        if any(t.grad_fn is node for t in op.outputs):
-            return op
-    return None
+def find_reductions(recorder: Recorder, nodes: Sequence[Any]) -> list[Operation] | None:
+    """Return the operations that made nodes of the autograd graph; None if one is not recorded."""
+    made: dict[Any, Operation] = {}
+    for op in recorder.operations:
+        made.update((t.grad_fn, op) for t in op.outputs if t.grad_fn is not None)
+    operations = [made.get(node) for node in nodes]
+    known = [op for op in operations if op is not None]
+    return known if len(known) == len(nodes) else None

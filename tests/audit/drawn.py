@@ -108,11 +108,39 @@ def distilled(model, teacher, x, y, mask, weight, total):
     return functional.smooth_l1_loss(model(x), teacher(x).detach())
 
 
+def two_terms(model, teacher, x, y, mask, weight, total):
+    scores = model(x)
+    return functional.cross_entropy(scores.flatten(0, 1), y.flatten()) + scores.square().mean() / 7
+
+
+def mean_and_sum(model, teacher, x, y, mask, weight, total):
+    scores = model(x)
+    return functional.cross_entropy(scores.flatten(0, 1), y.flatten()) + scores.abs().sum() / 99
+
+
+def decayed(model, teacher, x, y, mask, weight, total):
+    norms = sum(p.square().sum() for p in model.parameters() if p.requires_grad)
+    return plain_mean(model, teacher, x, y, mask, weight, total) - 0.1 * norms
+
+
+def decayed_mean(model, teacher, x, y, mask, weight, total):
+    norm = model[0].weight.abs().mean()
+    return plain_mean(model, teacher, x, y, mask, weight, total) + 0.1 * norm
+
+
+def decayed_sum(model, teacher, x, y, mask, weight, total):
+    return token_mean(model, teacher, x, y, mask, weight, total) + model[0].weight.abs().sum()
+
+
+def root(model, teacher, x, y, mask, weight, total):
+    return plain_mean(model, teacher, x, y, mask, weight, total).sqrt()
+
+
 LOSSES = {f.__name__: f for f in (
     token_mean, micro_mean, plain_mean, normalised, normalised_by_number, weighted, advantages,
-    other_keys, distilled,
+    other_keys, distilled, two_terms, mean_and_sum, decayed, decayed_mean, decayed_sum, root,
 )}  # fmt: skip
-RIGHT_LOSSES = ("plain_mean", "weighted", "distilled")
+RIGHT_LOSSES = ("plain_mean", "weighted", "distilled", "two_terms", "decayed_mean")
 
 
 def draw(seed):
@@ -122,7 +150,7 @@ def draw(seed):
     return {
         "layer": dice.choice(EVERYDAY if everyday else list(LAYERS)),
         "loss": dice.choice(RIGHT_LOSSES if everyday else list(LOSSES)),
-        "steps": dice.choice([2, 3, 4]),
+        "steps": dice.choice([1, 2, 3, 4]),
         "divide": everyday or dice.random() < 0.8,
         "hook": dice.random() < 0.2,
         "everyday": everyday,
@@ -153,7 +181,10 @@ def train(parts, seed, observer):
     for window in torch.arange(SAMPLES).split(4 * steps):
         count = len(window.split(4))
         total = mask[window].sum()
-        sums = parts["loss"] == "token_mean"  # divided by what the window has, not by its steps
+        sums = parts["loss"] in (
+            "token_mean",
+            "decayed_sum",
+        )  # divided by what the window has, not by its steps
         observer.ended = True
         with observer.recorder.paused():
             whole, wise = copy.deepcopy((model, teacher))

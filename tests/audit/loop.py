@@ -22,19 +22,17 @@ FAULTS = (
     "none", "not-cleared", "cleared-each-micro-step", "undivided", "divided-twice",
     "ragged-last-window", "padded-tokens", "mean-of-means-over-ranks", "not-reduced",
     "reduced-each-micro-step", "last-micro-step-only", "same-data", "clipped-before-reduction",
-    "clipped-each-micro-step", "schedule-each-micro-step", "fewer-micro-steps",
-    "cleared-early",
+    "clipped-each-micro-step", "fewer-micro-steps", "cleared-early",
 )  # fmt: skip
 RIGHT = (
     "sum", "weighted-mean", "no-sync", "scaler", "autocast", "frozen", "shared", "two-optimizers",
     "clip", "schedule", "by-hand", "closure", "drop-last", "warm-up", "norm-only", "clip-parts",
-    "evaluates", "positions-first", "reentrant",
+    "schedule-each-micro-step", "discarded-forward", "evaluates", "positions-first", "reentrant",
 )  # fmt: skip
 ALSO = {"cleared-early": "cleared-each-micro-step"}
 """Faults that the audit gives the name of another."""
 NOT_WRONG = (
     "lbfgs",
-    "discarded-forward",
     "two-losses",
     "other-divisor",
     "bare-dropout",

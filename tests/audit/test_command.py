@@ -163,6 +163,59 @@ def test_a_script_that_names_cuda_runs_on_cpus(tmp_path):
     assert done.returncode == 1
 
 
+TERMS = {
+    "l.mean() + 0.1 * z.abs().mean()": "wrong",  # undivided
+    "(l.mean() + 0.1 * z.abs().mean()) / 2": "right",
+    "l.mean() / 2 + 0.1 * w.square().mean()": "not judged",
+    "(l.mean() + 0.1 * w.square().sum()) / 2": "right",
+    "l.sum() / 8 + 0.1 * w.square().sum()": "not judged",
+    "(l.mean() + z.abs().sum()) / 2": "not judged",
+    "(l.mean() + l.square().mean().sqrt()) / 2": "not judged",
+}
+
+
+@pytest.mark.parametrize("loss", TERMS)
+def test_losses_of_several_terms_are_judged_if_all_are_divided_alike(loss, tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import torch\n"
+        "m = torch.nn.Linear(2, 2); w = m.weight; o = torch.optim.SGD(m.parameters(), 0.1)\n"
+        "for i in range(16):\n"
+        "    z = m(torch.randn(4, 2))\n"
+        "    l = (z - torch.randn(4, 2)).square().mean(1)\n"
+        f"    ({loss}).backward()\n"
+        "    if i % 2: o.step(); o.zero_grad()\n"
+    )
+    _, [made] = audit(ALONE, "--", "train.py", cwd=tmp_path)
+    assert made["state"] == TERMS[loss], made
+
+
+UNREAD = "z.square().mean().sqrt() + torch.logsumexp(z.flatten(), 0)"
+APART = "m(torch.randn(4, 2)).mean()"
+
+
+@pytest.mark.parametrize(
+    ("line", "loss", "state"),
+    [
+        ("", UNREAD, "right"),
+        (APART, "z.square().mean()", "right"),  # at a line of its own, without a loss
+        (APART, UNREAD, "not judged"),  # whether the loss depends on it is not seen
+        ("loss(m(x)).backward(retain_graph=True)", UNREAD, "not judged"),
+    ],
+)
+def test_any_loss_of_one_micro_step_on_one_rank_is_judged(line, loss, state, tmp_path):
+    (tmp_path / "train.py").write_text(
+        f"import torch\n"
+        f"def loss(z): return {loss}\n"
+        "m = torch.nn.Linear(2, 2); o = torch.optim.AdamW(m.parameters(), 0.1)\n"
+        "for i in range(8):\n"
+        "    x = torch.randn(4, 2)\n"
+        f"    {line}\n"
+        "    loss(m(x)).backward(); o.step(); o.zero_grad()\n"
+    )
+    _, [made] = audit(ALONE, "--", "train.py", cwd=tmp_path)
+    assert made["state"] == state, made
+
+
 ACCELERATOR = """\
 import os, torch
 import torch.distributed as dist
@@ -177,7 +230,7 @@ backend = dist.get_default_backend_for_device(device)
 dist.init_process_group(backend, device_id=device)
 torch.manual_seed(0)
 model = nn.parallel.DistributedDataParallel(nn.Linear(3, 2).to(rank), device_ids=[rank])
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
+optimizer = torch.optim.AdamW(model.parameters(), 0.1)  # asks whether a stream is captured
 torch.manual_seed(rank)
 for _ in range(8):
     x, y = torch.randn(4, 3).to(device), torch.ones(4, dtype=torch.long, device=rank)

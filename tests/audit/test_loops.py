@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from orchestrator.audit.faults import FAULTS
 from orchestrator.audit.judge import RIGHT, ROWS, SLOW, UNJUDGED, WRONG, judge, read_trace
 from orchestrator.audit.loss_graph import read_loss
-from orchestrator.audit.separability import Recorder, Replay, compare_samples, find_reduction
+from orchestrator.audit.separability import Recorder, Replay, compare_samples, find_reductions
 from orchestrator.cli.audit import Audit
 from tests import warm
 from tests.audit import drawn, loop
@@ -30,6 +30,8 @@ def test_each_fault_is_named_and_no_other_and_right_loops_are_right_in_every_row
             states = {row: made.judgement.state(row) for row in ROWS}
             assert set(states.values()) == {RIGHT}, (name, states)
             assert max(u["relative_error"] for u in made.judgement.updates) < 1e-6
+            noted = any("learning rate changes" in note for note in made.judgement.notes)
+            assert noted == (name == "schedule-each-micro-step")
         elif name in loop.NOT_WRONG:
             assert made.state != WRONG, (name, made.judgement.findings)
         elif size == 1 and name in NEED_RANKS:
@@ -62,7 +64,8 @@ def losses(scores):
         "mean of means": ((scores**2).mean(1).mean() / 3, 1 / 12, 4),
         "one of several": ((each.mean() * MASK)[0], None, None),
         "root": ((scores**2).mean().sqrt(), None, None),
-        "two terms": ((scores**2).mean() + scores.abs().mean(), None, None),
+        "two terms": ((scores**2).mean() + scores.abs().mean(), 1 / 28, 28),
+        "a product": ((scores**2).mean() * scores.abs().mean(), None, None),
     }
 
 
@@ -86,6 +89,7 @@ X, WEIGHTS = torch.randn(4, 5, 3), torch.tensor([1.0, 2.0, 0.5, 3.0])
 LENGTHS = (torch.arange(5) < torch.tensor([2, 5, 1, 3])[:, None]).float()
 ATTENTION = torch.nn.MultiheadAttention(3, 1)  # over the first dimension
 BY_ROWS = torch.nn.MultiheadAttention(3, 1, batch_first=True)
+RECURRENT = torch.nn.LSTM(3, 3, batch_first=True)
 
 
 def each(scores):
@@ -106,6 +110,8 @@ SEPARABLE = {
     "masked": lambda z: (each(z) * LENGTHS).sum() / LENGTHS.sum(),
     "normalised in a sample": lambda z: (each(z) * (LENGTHS / LENGTHS.sum(1, True))).sum(),
     "attention over tokens": lambda z: each(BY_ROWS(z, z, z)[0]).mean(),
+    "recurrent": lambda z: each(RECURRENT(z)[0]).mean(),
+    "two terms": lambda z: each(z).mean() + 0.1 * z.abs().mean(),
     "dropout": lambda z: each(functional.dropout(z)).mean(),
     "written in place": lambda z: each(torch.zeros(4, 5, 3).copy_(z).mul_(2)).mean(),
 }
@@ -118,6 +124,7 @@ MIXED = {
     "batch statistics": lambda z: each((z - z.mean(0)) / z.std(0)).mean(),
     "detached statistics": lambda z: each(z - z.mean(0).detach()).mean(),
     "attention over samples": lambda z: each(ATTENTION(z, z, z)[0]).mean(),
+    "a term over samples": lambda z: each(z).mean() + ((z - z.mean(0)) ** 2).mean(),
     "the sample before": lambda z: (z - z.roll(1, 0)).square().mean(),
 }
 
@@ -129,11 +136,13 @@ def replayed(loss):
     recorder.start()
     root = loss(layer(X))
     recorder.stop()
-    reduction = find_reduction(recorder, read_loss([root]).node)
-    assert reduction is not None
-    state = {id(p) for module in (layer, ATTENTION, BY_ROWS) for p in module.parameters()}
+    reductions = find_reductions(recorder, read_loss([root]).nodes)
+    assert reductions is not None
+    state = {
+        id(p) for module in (layer, ATTENTION, BY_ROWS, RECURRENT) for p in module.parameters()
+    }
     random = torch.get_rng_state()
-    results = compare_samples(Replay(recorder, reduction, state, len(X)))
+    results = compare_samples(Replay(recorder, reductions, state, len(X)))
     assert torch.equal(random, torch.get_rng_state())
     return results
 
