@@ -74,7 +74,8 @@ class MeasuredSpeeds:
                 f"the samples of update {update} were asked for before update "
                 f"{self._known - self.ahead} was done, but who computes them depends on how fast "
                 f"ranks are until then (accumulation.balance=measured, {self.ahead} updates "
-                "ahead): let loaders read less ahead, or use balance=even"
+                "ahead): let loaders read less ahead (fewer workers, or a smaller "
+                "prefetch_factor), or use balance=even"
             )
         for first, speeds in reversed(self.changes):
             if first <= update:
