@@ -22,6 +22,11 @@ INTERVAL = 4
 WORTH = 1.05
 """The busiest rank's time to the mean from which on new speeds apply."""
 
+JUMP = 1.25
+"""A rank's speed to that of the exchange before from which on it has changed; what is less may be
+noise, and the mean of both counts.
+"""
+
 SLOWEST = 1 / 64
 """The least speed of a rank, to the mean: it keeps some work, so that it can be seen to recover."""
 
@@ -55,6 +60,7 @@ class MeasuredSpeeds:
     ahead: int
     gather: Gather
     changes: list[tuple[int, tuple[float, ...]]] = field(default_factory=list)
+    _latest: tuple[float, ...] | None = None
     _known: int = 0
     _slow: int = 0
     _seconds: float = 0.0
@@ -98,7 +104,9 @@ class MeasuredSpeeds:
         self._seconds = self._cost = 0.0
         self._known = done + INTERVAL + self.ahead
         before = self.at(done + self.ahead) or (1.0,) * len(rows)
-        speeds = speeds_of(rows, before)
+        latest = speeds_of(rows, before)
+        speeds = smoothed(latest, self._latest or latest)
+        self._latest = latest
         times = [old / new for old, new in zip(before, speeds, strict=True)]
         self._slow = self._slow + 1 if speeds[self.rank] < SLOW else 0
         if self._slow == PERSISTENT:
@@ -136,3 +144,15 @@ def speeds_of(rows: Sequence[Sequence[float]], before: Sequence[float]) -> tuple
     speeds = [max(speed, least) for speed in speeds]
     mean = sum(speeds) / len(speeds)
     return tuple(speed / mean for speed in speeds)
+
+
+def smoothed(latest: Sequence[float], before: Sequence[float]) -> tuple[float, ...]:
+    """Return the ranks' speeds without the noise of two exchanges.
+
+    >>> smoothed([1.0, 1.0], [1.1, 0.5])
+    (1.05, 1.0)
+    """
+    return tuple(
+        (new + old) / 2 if max(new, old) < JUMP * min(new, old) else new
+        for new, old in zip(latest, before, strict=True)
+    )
