@@ -169,9 +169,4 @@ FAULTS = {
             "# over micro-steps: group norm, or frozen statistics",
         ),
     ),
-    "same-dropout": KnownFault(
-        "all ranks draw the same dropout masks",
-        "Masks of different ranks are not independent, so dropout's noise does not average out.",
-        ("torch.manual_seed(seed + rank)  # after the model is built",),
-    ),
 }

@@ -946,12 +946,15 @@ def _judge_run(made: Judgement, traces: Sequence[Trace], steps: int) -> None:
     ]
     alike = bool(random[0]) and all(r == random[0] for r in random[1:])
     if layers.get("dropouts") and len(traces) > 1 and alike:
-        made.say("layers", WRONG, "dropout draws the same numbers on all ranks", "same-dropout")
+        made.notes.append(
+            "all ranks draw the same dropout masks, so their noise does not average out; "
+            "torch.manual_seed(seed + rank) after the model is built makes them differ"
+        )
     _judge_epochs(made, [_rows_of_epochs(trace) for trace in traces])
     if several:
         _judge_samples(made, traces)
     if not any(f.row == "layers" for f in made.findings):
-        made.say("layers", RIGHT, "no batch norm, and no equal dropout masks")
+        made.say("layers", RIGHT, "no batch norm over micro-batches")
     found = traces[0].end.get("environment", {})
     made.say("environment", RIGHT, ", ".join(f"{name} {value}" for name, value in found.items()))
 
