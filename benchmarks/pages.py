@@ -1,6 +1,6 @@
 """Markdown from results: a page for each, and the figures in the README.
 
-The README has the summary of `peers` between two comments.
+The README has the summaries of `peers` and `lengths`, each between two comments.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ from benchmarks.measure import RESULTS, kept
 README = Path(__file__).resolve().parent.parent / "README.md"
 Result = dict[str, Any]
 
-_MARKED = re.compile(r"(<!-- figures: peers -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+_MARKED = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+_SUMMARIES: dict[str, Callable[[Result], str]] = {
+    "peers": peers_page.summary,
+    "lengths": lengths.summary,
+}
 
 
 def table(part: Result) -> str:
@@ -91,10 +95,14 @@ def made_on(data: Result) -> str:
     )
 
 
-def filled(text: str, peers: Result) -> str:
-    """Return `text` with the summary of these figures between its comments."""
-    summary = peers_page.summary(peers)
-    return _MARKED.sub(lambda found: f"{found[1]}{summary}\n{found[2]}", text)
+def filled(text: str, results: Callable[[str], Result] = kept) -> str:
+    """Return `text` with the summaries of results, by their names, between its comments."""
+
+    def summary(marked: re.Match[str]) -> str:
+        name = marked[2]
+        return f"{marked[1]}{_SUMMARIES[name](results(name))}\n{marked[3]}"
+
+    return _MARKED.sub(summary, text)
 
 
 def write() -> None:
@@ -103,4 +111,4 @@ def write() -> None:
         text = page(result.stem, kept(result.stem))
         result.with_suffix(".md").write_text(text, encoding="utf-8")
     readme = README.read_text(encoding="utf-8")
-    README.write_text(filled(readme, kept("peers")), encoding="utf-8")
+    README.write_text(filled(readme), encoding="utf-8")

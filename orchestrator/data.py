@@ -162,8 +162,10 @@ class HeldOutData:
     def describe(self, start: int, count: int = 0) -> str:
         """Return the spelling of a data set's samples, for messages; of all of them by default.
 
-        >>> HeldOutData({"": "abcd"}).describe(2, 2), HeldOutData({"a": "b", "c": "d"}).describe(1)
-        ("samples 2 to 3 of validation()", "validation()['c']")
+        >>> HeldOutData({"": "abcd"}).describe(2, 2)
+        'samples 2 to 3 of validation()'
+        >>> HeldOutData({"a": "b", "c": "d"}).describe(1)
+        "validation()['c']"
         """
         number, first = self._place(start)
         name = self.names[number]
