@@ -52,7 +52,8 @@ class MeasuredSpeeds:
         first: update that the group begins with.
         ahead: windows that loaders ask for before it is their turn.
         gather: collective.
-        changes: (update, speeds) from which speeds apply, to a mean of 1.
+        changes: (update, speeds), to a mean of 1, that apply from the update on; only those that
+            the present window and later ones need.
     """
 
     rank: int
@@ -119,6 +120,9 @@ class MeasuredSpeeds:
             )
         if max(times) > WORTH * sum(before) / sum(speeds):
             self.changes.append((done + self.ahead, speeds))
+        # Windows before this one are not asked for any more; a run may have a million of them.
+        while len(self.changes) > 1 and self.changes[1][0] <= update:
+            del self.changes[0]
 
 
 def speeds_of(rows: Sequence[Sequence[float]], before: Sequence[float]) -> tuple[float, ...]:

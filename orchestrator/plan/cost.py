@@ -327,9 +327,13 @@ def split_by_cost(
         counts = _filled(descending, tokens)
         firsts = accumulate(counts[:-1], initial=0)
         costs = _costs(budget, [descending[first] for first in firsts], counts)
-        share = [] if reproducible else deal(costs, ranks, speeds, in_step=in_step)
-        tries.append(_Try(_busiest(costs, share or [len(costs)], speeds), counts, costs, share))
-        best = min(tries, key=lambda one: one.seconds)
+        if reproducible:  # neither ranks nor speeds may decide, not even by a rounding
+            share, busiest = [], sum(costs)
+        else:
+            share = deal(costs, ranks, speeds, in_step=in_step)
+            busiest = _busiest(costs, share, speeds)
+        tries.append(_Try(busiest, counts, costs, share))
+        best = min(tries, key=lambda attempt: attempt.busiest)
         if tokens <= least or len(tries) - tries.index(best) > TRIES_IN_VAIN:
             break
         tokens = max(int(SHRINK * tokens), least)
@@ -347,9 +351,11 @@ def split_by_cost(
 
 @dataclass(frozen=True, slots=True)
 class _Try:
-    """One way to form micro-steps: what it takes, their samples and costs, and those of ranks."""
+    """One way to form micro-steps: the busiest rank's cost / speed (in reproducible mode the cost
+    of all), the samples and costs of micro-steps, and how many each rank has.
+    """
 
-    seconds: float
+    busiest: float
     counts: list[int]
     costs: list[float]
     share: list[int]

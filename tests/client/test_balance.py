@@ -91,3 +91,11 @@ def test_a_loader_that_reads_too_far_ahead_is_told():
     assert speeds.at(10 + INTERVAL + AHEAD - 1) is None
     with pytest.raises(JobError, match="balance=measured, 3 updates ahead"):
         speeds.at(10 + INTERVAL + AHEAD)
+
+
+def test_a_long_run_keeps_only_the_speeds_that_windows_still_need():
+    ranks = Ranks([1.0, 1.0])
+    for number in range(60):
+        ranks.true = [1.0, 0.4 if number // INTERVAL % 2 else 1.0]
+        ranks.update(number)
+    assert 1 < len(ranks.all[0].changes) <= 2 + AHEAD
