@@ -141,16 +141,16 @@ def await_disk_space(action: Callable[[], T], tell: Callable[[str], object]) -> 
     Args:
         tell: gets a sentence about the wait, once.
     """
-    began, told = time.monotonic(), False
+    began, warned = time.monotonic(), False
     while True:
         try:
             return action()
         except OSError as error:
             if error.errno not in FULL_ERRORS or time.monotonic() - began > DISK_PATIENCE_S:
                 raise
-            if not told:
+            if not warned:
                 tell(f"{error}; waiting for space on the disk, for up to {DISK_PATIENCE_S:.0f} s")
-                told = True
+                warned = True
             time.sleep(DISK_POLL_S)
 
 
