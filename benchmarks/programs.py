@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.measure import interleaved, keep, machine, rows_of
 from benchmarks.stamps import last_stamp
-from orchestrator.client.run import Run
+from orchestrator.client.run import CurrentRun
 from orchestrator.rundir.program_link import (
     ATTEMPT,
     NOT_YET,
@@ -64,20 +64,20 @@ def starts(folder: Path) -> dict[str, Callable[[], float]]:
 
 
 @contextmanager
-def runs(folder: Path) -> Iterator[tuple[Run, Run]]:
+def runs(folder: Path) -> Iterator[tuple[CurrentRun, CurrentRun]]:
     """Return rank 0 and rank 1 of a run, as their programs see it."""
     attempt = folder / "attempts" / "000"
     attempt.mkdir(parents=True)
     for name in (STOP_REQUESTED, STOP_AFTER):
         write_number(str(attempt / name), NOT_YET)
 
-    def rank(number: int) -> Run:
-        return Run({RUN: str(folder), ATTEMPT: "0", RANK: str(number), WORLD: "2"})
+    def rank(number: int) -> CurrentRun:
+        return CurrentRun({RUN: str(folder), ATTEMPT: "0", RANK: str(number), WORLD: "2"})
 
     yield rank(0), rank(1)
 
 
-def calls(first: Run, second: Run) -> dict[str, Callable[[], float]]:
+def calls(first: CurrentRun, second: CurrentRun) -> dict[str, Callable[[], float]]:
     """Return the microseconds of a call."""
 
     def each(action: Callable[[int], object]) -> Callable[[], float]:

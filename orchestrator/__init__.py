@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from orchestrator.errors import ConfigError, DataError, JobError, OrchestratorError
     from orchestrator.job import Job, Loss
     from orchestrator.plan.order import Shards
+    from orchestrator.runs import Run, Sweep, list_runs, open_run, open_sweep, start, start_sweep
     from orchestrator.testing.threads import run_in_threads
 
 __version__ = "0.1.0"
@@ -42,21 +43,30 @@ __all__ = [
     "JobError",
     "Loss",
     "OrchestratorError",
+    "Run",
     "ShardedDataset",
     "Shards",
+    "Sweep",
     "TorchGroup",
     "__version__",
     "all_gather",
     "all_reduce_mean",
     "all_reduce_sum",
     "current_run",
+    "list_runs",
+    "open_run",
+    "open_sweep",
     "run_in_threads",
+    "start",
+    "start_sweep",
 ]
 _HOMES = {
     "Job": "job", "Loss": "job", "current_run": "client.run",
     "ConfigError": "errors", "DataError": "errors", "JobError": "errors",
     "OrchestratorError": "errors", "Shards": "plan.order", "ShardedDataset": "data",
     "run_in_threads": "testing.threads",
+    "Run": "runs", "Sweep": "runs", "list_runs": "runs", "open_run": "runs", "open_sweep": "runs",
+    "start": "runs", "start_sweep": "runs",
 }  # fmt: skip
 
 

@@ -6,16 +6,14 @@ but `export` imports a framework.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
 import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -24,6 +22,7 @@ from orchestrator.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
     EXIT_INTERRUPTED,
+    EXIT_TIMED_OUT,
     OrchestratorError,
     RunFolderError,
     UsageError,
@@ -33,17 +32,13 @@ from orchestrator.launch import main as launch_main
 from orchestrator.report.terminal import exit_on_broken_pipe, print_error, print_json, say
 from orchestrator.rundir.folder import RunDir
 
-if TYPE_CHECKING:  # a verb imports what it needs: help and status start fast
-    from orchestrator.rundir.checkpoints import Checkpoint
-
 app = typer.Typer(pretty_exceptions_enable=False)
 WITH_PROGRAM = ("run", "launch", "plan", "audit")
 EXIT_CODES = (
     "Exit codes: 0 done, or the run finished; 1 the run failed, or what was looked for is bad; "
     "2 what was asked for is wrong; 3 stopped on request, to be resumed; 4 not judged by audit; "
-    "130 interrupted at once."
+    "124 wait has timed out; 130 interrupted at once."
 )
-T = TypeVar("T")
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 Json = Annotated[bool, typer.Option("--json", help="Print data instead of a table.")]
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="More detail; tracebacks.")]
@@ -260,6 +255,39 @@ def attach(
     raise typer.Exit(code)
 
 
+@verb("wait RUN --timeout 3600 --json")
+def wait(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, or sweeps'.")],
+    timeout_s: Annotated[
+        float | None,
+        typer.Option("--timeout", min=0.0, help="For so many seconds at most."),
+    ] = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Return when runs have ended, with their states and causes; Ctrl-C leaves them alone.
+
+    Exit code 0 if all have finished, 1 if one failed, 3 if one was stopped.
+    """
+    del verbose
+    from orchestrator.cli.status import expand
+    from orchestrator.report import status_tables as tables
+    from orchestrator.runs import Run, wait_for
+
+    waited_for = [Run(found.path) for found in expand([path.absolute() for path in runs])]
+    code = EXIT_TIMED_OUT
+    try:
+        code = wait_for(waited_for, timeout_s)
+    except TimeoutError as error:
+        say(Console(stderr=True), str(error), "yellow")
+    found = [run.status for run in waited_for]
+    if as_json:
+        print_json([status.to_json() for status in found])
+    else:
+        tables.print_status(found, Console(), Path.cwd())
+    raise typer.Exit(code)
+
+
 @verb("logs RUN --rank 3 -f")
 def logs(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
@@ -292,41 +320,16 @@ def cancel(
     checkpoint; a program by its signal.
     """
     del verbose
-    from orchestrator.cli import status as cancelling
     from orchestrator.rundir.status import find_runs
+    from orchestrator.runs import Run, Sweep
 
-    folder = RunDir(run.absolute())
-    if find_runs(folder.path) == [folder.path]:
-        sentences = [cancelling.cancel(folder, now=now)]
+    folder = run.absolute()
+    if find_runs(folder) == [folder]:
+        sentences = [Run(folder).cancel(now=now)]
     else:
-        sentences = cancelling.cancel_sweep(folder.path, now=now)
+        sentences = Sweep(folder).cancel(now=now)
     for sentence in sentences:
         say(Console(), sentence)
-
-
-def _read_checkpoint(run: Path, read: Callable[[Checkpoint], T]) -> T:
-    """Return what `read` returns of a run's newest checkpoint. Raises `RunFolderError` if there is
-    none, or if it is damaged.
-    """
-    from orchestrator.rundir.checkpoints import read_last
-
-    folder = RunDir(run).existing()
-    found = read_last(folder.checkpoints, folder.identity, read)
-    if found is None:
-        if folder.read_plan().get("program"):
-            raise RunFolderError(
-                f"{run} is a program's, which saves its weights its own way (in {run}/checkpoints, "
-                "if anywhere here); compare takes a safetensors file"
-            )
-        raise RunFolderError(f"{run} has no weights yet: no checkpoint was written")
-    return found
-
-
-def _final_weights(run: Path) -> Path:
-    """Return where a run's newest weights are; see `_read_checkpoint`."""
-    from orchestrator.rundir.checkpoints import weights_of
-
-    return run if run.is_file() else _read_checkpoint(run, lambda found: weights_of(found.folder))
 
 
 @verb("compare RUN_A RUN_B --tensors")
@@ -345,8 +348,9 @@ def compare(
     from orchestrator.cli.inputs import code_differences
     from orchestrator.report import compare as comparing
     from orchestrator.report.compare import differing, print_comparison
+    from orchestrator.runs import weights_file
 
-    found = comparing.compare(_final_weights(a), _final_weights(b))
+    found = comparing.compare(weights_file(a), weights_file(b))
     if as_json:
         # An infinite difference is `Infinity`: null would pass for small in too many scripts.
         print_json(asdict(found))
@@ -386,36 +390,13 @@ def export(
 ) -> None:
     """Write a run's newest checkpoint for other programs."""
     del verbose
-    from orchestrator.engine.api import Framework
-    from orchestrator.plugins import FRAMEWORKS
-    from orchestrator.rundir.files import make_folder, remove
+    from orchestrator.runs import open_run
 
     if safetensors + torch + dcp > 1:
         raise UsageError("--safetensors, --torch and --dcp exclude one another")
     form = "torch" if torch else "dcp" if dcp else "safetensors"
-    folder = RunDir(run.absolute()).existing()
-    versions = (folder.read_environment() or {}).get("framework", {})
-    name = next((name for name in versions if FRAMEWORKS.refusal(name) is None), "torch")
-    framework = FRAMEWORKS.make(name, Framework)
-
-    def write(found: Checkpoint) -> tuple[Path, int]:
-        file = f"{found.folder.name}.{'pt' if form == 'torch' else form}"
-        to = (output or folder.path / "export" / file).absolute()
-        if os.path.lexists(to):
-            raise UsageError(f"{to} is there already; name another one: --output")
-        if output is None and not to.parent.exists():
-            make_folder(to.parent)
-        partial = to.with_name(f".partial-{to.name}")
-        try:
-            framework.export(found.folder, found.extra, form, partial)
-            partial.rename(to)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                remove(partial)
-        return to, found.updates
-
-    to, updates = _read_checkpoint(folder.path, write)
-    say(Console(), f"{to} is written: the checkpoint after {updates} updates", prose=True)
+    made, updates = open_run(run).export(form, output)
+    say(Console(), f"{made} is written: the checkpoint after {updates} updates", prose=True)
 
 
 @verb("report RUN --format csv")
@@ -431,7 +412,8 @@ def report(
     del verbose
     from orchestrator.report.page import write_report
 
-    write_report(run.absolute(), form, output, Console())
+    if (page := write_report(run.absolute(), form, output)) is not None:
+        say(Console(), f"report: {page}")
 
 
 SIGNS = {"good": ("ok", "green"), "note": ("note", "yellow"), "bad": ("BAD", "bold red")}

@@ -17,6 +17,7 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_STOPPED = 3
 EXIT_UNJUDGED = 4  # of an audit
+EXIT_TIMED_OUT = 124  # of `wait`, as coreutils' timeout has it
 EXIT_INTERRUPTED = 130
 EVICTED_RANK = 4  # a rank's own: no command ends with it
 START_AGAIN = 75  # of `node_entry.py after`: start srun again in this allocation

@@ -33,6 +33,7 @@ from orchestrator.errors import (
 )
 from orchestrator.notify import Notifier
 from orchestrator.plugins import CLUSTERS
+from orchestrator.report.caller import tell_begun
 from orchestrator.report.progress import Progress
 from orchestrator.report.run_tables import print_closing
 from orchestrator.report.terminal import LogReader, command, outlive_reader, say
@@ -363,11 +364,13 @@ def start_run(ready: PreparedRun) -> int:
     """Train a run here to its end; or queue it, and follow it when `run.watch` says so. Return the
     exit code.
     """
-    if ready.cluster.attended:
-        return run_to_end(ready)
     run, output, cluster = ready.run, ready.output, ready.cluster
+    if cluster.attended:
+        tell_begun(run.path, run.terminal_log)
+        return run_to_end(ready)
     with CLUSTERS.wrap_errors(ready.config.cluster.kind, "to submit the run"):
         handle = cluster.submit(ready.request)
+    tell_begun(run.path, run.terminal_log)
     output.note(f"{handle.title} is queued", "bold green")
     output.note(f"run folder: {run.path}")
     for verb, hint in (("status", ""), ("logs", " -f"), ("cancel", "")):

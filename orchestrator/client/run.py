@@ -28,7 +28,7 @@ from orchestrator.rundir.program_link import ATTEMPT, DECLARED, RANK, RUN, SIGNA
 METRICS = "metrics.jsonl"
 
 
-class Run:
+class CurrentRun:
     """The run that this process is a rank of; false outside any run.
 
     Attributes:
@@ -256,4 +256,4 @@ class Run:
         return True
 
 
-current_run = Run(os.environ)
+current_run = CurrentRun(os.environ)

@@ -40,7 +40,7 @@ from orchestrator.client.options import (
     plan_of,
 )
 from orchestrator.client.record import whole_number
-from orchestrator.client.run import Run
+from orchestrator.client.run import CurrentRun
 from orchestrator.engine.api import BoundaryReport
 from orchestrator.engine.common import waiting
 from orchestrator.engine.common.micro_steps import derived_seed
@@ -144,7 +144,7 @@ class Windows:
 
     def __init__(
         self,
-        run: Run,
+        run: CurrentRun,
         plan: Plan,
         accumulators: Sequence[Accumulator],
         options: WindowOptions,
@@ -377,7 +377,7 @@ class Windows:
 class RunRecord(Callback):
     """The record of a user's own loop in its run; nothing without one."""
 
-    def __init__(self, run: Run, updates: int, device: Any) -> None:
+    def __init__(self, run: CurrentRun, updates: int, device: Any) -> None:
         self._run, self._updates, self._device = run, updates, device
 
     def on_boundary(self, done: CompletedUpdate) -> None:
@@ -525,8 +525,10 @@ class AccumulatorState:
         self._modes.apply(extra["modes"])
 
 
-def windows_of(run: Run, samples: int, accumulator: Any, given: Mapping[str, Any]) -> Windows:
-    """Return the windows of a training; see `Run.windows`. Collective.
+def windows_of(
+    run: CurrentRun, samples: int, accumulator: Any, given: Mapping[str, Any]
+) -> Windows:
+    """Return the windows of a training; see `CurrentRun.windows`. Collective.
 
     Raises:
         ConfigError, TypeError: invalid options.
@@ -572,7 +574,7 @@ def windows_of(run: Run, samples: int, accumulator: Any, given: Mapping[str, Any
     return Windows(run, plan, accumulators, options, checkpoints)
 
 
-def _find_accumulators(run: Run, accumulator: Any) -> list[Accumulator]:
+def _find_accumulators(run: CurrentRun, accumulator: Any) -> list[Accumulator]:
     """Return the accumulators that share the windows. Raises `ConfigError` if they cannot."""
     if accumulator is None:
         accumulator = only_accumulator()

@@ -5,23 +5,24 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePath
+from typing import Any, cast
 
 from orchestrator.config.job_source import is_this_python
 from orchestrator.config.messages import key_of_flag
 from orchestrator.config.schema import FREE_SECTIONS, FREE_TABLES
 from orchestrator.config.typed_text import quote_text
-from orchestrator.errors import ConfigError, did_you_mean, expand_user, nearest
+from orchestrator.errors import ConfigError, did_you_mean, expand_user, nearest, shortened
 
+NAME = re.compile(r"[A-Za-z_][\w-]*")
 PRIMARY = "config"
 """The primary configuration's name, unless `--config-name` says another."""
 
 VERBS = (
-    "launch", "run", "plan", "resume", "new", "status", "attach", "logs", "cancel", "compare",
-    "export", "report", "doctor", "rehearse", "audit",
+    "launch", "run", "plan", "resume", "new", "status", "attach", "wait", "logs", "cancel",
+    "compare", "export", "report", "doctor", "rehearse", "audit",
 )  # fmt: skip
 
 
@@ -221,6 +222,52 @@ def literally(argument: str) -> str:
     escaped = escape_interpolations(argument)
     escaped = re.sub(r"(\\*)('|\Z)", lambda m: 2 * m[1] + ("\\'" if m[2] else ""), escaped)
     return f"'{escaped}'"
+
+
+def overrides_of(key: str, value: Any) -> list[str]:
+    r"""Return overrides that give a key this very value: texts are not interpolated.
+
+    Args:
+        value: None, a boolean, a number, a text, a path, or a list or mapping of such; of a mapping
+            each key is an override of its own, and keys that it does not name keep their values.
+
+    Raises:
+        ConfigError: a value of another type.
+
+    >>> overrides_of("job", {"samples": 500, "layers": [8, None], "name": "it's ${x}"})
+    ['job.samples=500', 'job.layers=[8,null]', "job.name='it\\'s \\${x}'"]
+    """
+    if isinstance(value, Mapping) and value:
+        items: Iterable[tuple[Any, Any]] = cast("Mapping[Any, Any]", value).items()
+        for name, _ in items:
+            if not isinstance(name, str) or not NAME.fullmatch(name):
+                raise ConfigError(f"{key} has the key {name!r}, which is no name of a setting")
+        return [text for name, item in items for text in overrides_of(f"{key}.{name}", item)]
+    return [f"{key}={_as_hydra(key, value)}"]
+
+
+def _as_hydra(key: str, value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return repr(int(value) if isinstance(value, int) else float(value))  # of NumPy's float64
+    if isinstance(value, str | PurePath):
+        return literally(str(value))
+    if isinstance(value, list | tuple):
+        items: Sequence[Any] = cast("Sequence[Any]", value)
+        return f"[{','.join(_as_hydra(key, item) for item in items)}]"
+    if isinstance(value, Mapping):
+        table: Mapping[Any, Any] = cast("Mapping[Any, Any]", value)
+        return f"{{{','.join(f'{name}:{_as_hydra(key, item)}' for name, item in table.items())}}}"
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a scalar of NumPy or torch
+        return _as_hydra(key, value.item())
+    raise ConfigError(
+        f"{key}={shortened(repr(value))} is of type {type(value).__name__}, but a setting is a "
+        "number, a text, a list or a mapping of these, since every rank reads it from a file: pass "
+        "what it is made from, and make it where it is used, as in the job's constructor"
+    )
 
 
 def escape_interpolations(text: str) -> str:

@@ -563,6 +563,32 @@ class Framework(ABC):
             raise ConfigError(f"--{form} is for checkpoints of torch; use --safetensors")
         shutil.copyfile(checkpoint / WEIGHTS, to)
 
+    def state_dict(self, checkpoint: Path, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the weights and buffers of a checkpoint by name, on the CPU.
+
+        Args:
+            checkpoint, extra: as of `export`.
+
+        Raises:
+            ConfigError: the framework does not offer this.
+        """
+        del extra
+        raise ConfigError(f"{type(self).__name__} cannot read weights here; try {checkpoint}")
+
+    def load_weights(self, model: Any, checkpoint: Path, extra: Mapping[str, Any]) -> None:
+        """Set the weights and buffers of a model to those of a checkpoint.
+
+        Args:
+            model: as the job's `model()` returns it.
+            checkpoint, extra: as of `export`.
+
+        Raises:
+            ConfigError: the framework does not offer this.
+            RunFolderError: they are another model's.
+        """
+        del model, extra
+        raise ConfigError(f"{type(self).__name__} cannot load weights here; try {checkpoint}")
+
     def ahead(self, spec: GroupSpec) -> None:  # most have nothing to start
         """Start what takes time and need not wait for the job's import."""
 

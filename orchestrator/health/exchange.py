@@ -31,7 +31,7 @@ def main() -> None:
     import torch
     import torch.distributed as dist
 
-    from orchestrator.client.run import Run
+    from orchestrator.client.run import CurrentRun
 
     gpus = torch.cuda.is_available()
     if gpus:
@@ -41,7 +41,7 @@ def main() -> None:
     if 0 < len(without) < dist.get_world_size():
         raise RuntimeError(f"{named_ranks(without)} cannot use a GPU, although others can")
     device = torch.device("cuda" if gpus else "cpu")
-    ranks, run = dist.get_world_size(), Run(os.environ)
+    ranks, run = dist.get_world_size(), CurrentRun(os.environ)
     print(f"rank {dist.get_rank()} on {socket.gethostname()}, {device}", flush=True)  # noqa: T201
     for index, mib in enumerate(ALL_REDUCE_MIB):
         tensor, seconds = torch.ones(mib << 18, device=device), float("inf")

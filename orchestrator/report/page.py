@@ -13,12 +13,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from orchestrator.errors import RunFolderError, UsageError
 from orchestrator.report.charts import COLOURS, charts, theme
 from orchestrator.report.page_data import data_of
-from orchestrator.report.terminal import say
 from orchestrator.rundir.files import write_atomically
 
 
@@ -120,8 +117,11 @@ FORMATS: Mapping[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-def write_report(path: Path, form: str, output: Path | None, console: Console) -> None:
+def write_report(path: Path, form: str, output: Path | None) -> Path | None:
     """Write the report of a run or a sweep: whole or not at all, and for its owner alone.
+
+    Returns:
+        The file; None where it was printed.
 
     Raises:
         UsageError: no such format, or the page needs a package that is not installed.
@@ -132,11 +132,11 @@ def write_report(path: Path, form: str, output: Path | None, console: Console) -
     made = FORMATS[form](data_of(path))
     if output is None and form != "html":
         sys.stdout.write(made)
-        return
+        return None
     target = output or path / "report.html"
     try:
         write_atomically(target, made)
     except OSError as error:
         hint = "" if output else "; name another file with --output"
         raise RunFolderError(f"{target} cannot be written: {error.strerror}{hint}") from error
-    say(console, f"report: {target}")
+    return target

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import time
 from collections import deque
@@ -101,6 +102,29 @@ def _dots(moment: Moment) -> Text:
     return Text.assemble(("●" * done, "cyan"), ("○" * (total - done), "dim"))
 
 
+class NotebookLine:
+    """A line in a notebook's output that is replaced as it changes: `Live` needs ipywidgets."""
+
+    def __init__(self, line: Text) -> None:
+        self._line, self._handle = line, None
+
+    def start(self, refresh: bool) -> None:
+        """Show the line."""
+        del refresh
+        display = importlib.import_module("IPython.display").display
+        self._handle = display({"text/plain": self._line.plain}, raw=True, display_id=True)
+
+    def update(self, line: Text, refresh: bool) -> None:
+        """Show another line in its place, if it is another one."""
+        del refresh
+        if self._handle is not None and line.plain != self._line.plain:
+            self._line = line
+            self._handle.update({"text/plain": line.plain}, raw=True)
+
+    def stop(self) -> None:
+        """Leave the line as it is."""
+
+
 PLAIN_INTERVAL_S = 2.0
 
 
@@ -130,12 +154,16 @@ class Progress:
         self._closed = False
         self._shown: int | None = None
         self._shown_at = 0.0
-        self._live: Live | None = None
+        self._live: Live | NotebookLine | None = None
         # FORCE_COLOR makes a file look like a terminal to rich, so the stream itself is asked too:
         # cursor movements spoil a log.
         redrawn = console.is_terminal and not console.is_dumb_terminal and console.file.isatty()
-        if not quiet and (redrawn if live is None else live):
-            self._live = Live(self._line(), console=console, auto_refresh=False)
+        if not quiet and (redrawn or console.is_jupyter if live is None else live):
+            line = self._line()
+            notebook = console.is_jupyter
+            self._live = (
+                NotebookLine(line) if notebook else Live(line, console=console, auto_refresh=False)
+            )
             self._live.start(refresh=True)
         elif not quiet:
             say(console, self._waiting())

@@ -35,6 +35,7 @@ from orchestrator.errors import (
     UsageError,
     shortened,
 )
+from orchestrator.report.caller import tell_error
 from orchestrator.rundir.files import FULL_ERRORS, blocks, start_of_last
 
 # CSI and OSC sequences (ECMA-48), then any other two-character escape.
@@ -229,6 +230,7 @@ def print_error(error: OrchestratorError | OSError, *, verbose: bool = False) ->
     if isinstance(error, OSError):
         path = f"{shortened(error.filename)}: " if error.filename else ""
         error = RunFolderError(f"{path}{error.strerror or error}")
+    tell_error(error)
     text = str(error)
     if len(text) > LONGEST_MESSAGE and not verbose:
         text = f"{text[:LONGEST_MESSAGE]}… ({len(text)} characters; -v shows all)"

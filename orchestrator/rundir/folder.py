@@ -95,6 +95,7 @@ class RunDir:
     # Of a search, in the sweep's folder: its trials, and what people are shown of them.
     journal = _below("search.journal")
     search = _below("search.json")
+    sweep_log = _below("terminal.log")  # in a sweep's folder: of a command without a terminal
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -45,6 +45,7 @@ from orchestrator.errors import (
     did_you_mean,
     expand_user,
 )
+from orchestrator.report.caller import tell_begun
 from orchestrator.report.status_tables import describe_trial, print_search
 from orchestrator.report.terminal import command, say
 from orchestrator.rundir.files import PRIVATE_FILE, make_folder, read_json, write_json
@@ -678,6 +679,7 @@ def run_search(composer: Composer, output: OutputOptions, given: Sequence[str] =
         runs = TrialRuns(search, output)
         with runs.queue or interrupts:  # after the first interrupt nothing more starts
             searcher = Searcher(search, runs, output)
+            tell_begun(search.folder, RunDir(search.folder).sweep_log)
             searcher.run(given)
             count, left = interrupts.count, len(runs.followed)
         print_search(searcher.table, output.console)

@@ -24,6 +24,7 @@ from orchestrator.errors import (
     ConfigError,
     RunFolderError,
 )
+from orchestrator.report.caller import tell_begun
 from orchestrator.report.sweep_tables import (
     accumulation_pairs,
     current_overrides,
@@ -102,6 +103,8 @@ def _run_tasks(tasks: Sequence[PointTask], output: OutputOptions, not_begun: int
     alone = [task for task in todo if not class_for(task.point.config).attended]
     if alone:
         submit(alone, output)
+    sweep = RunDir(tasks[0].run.path.parent)
+    tell_begun(sweep.path, sweep.sweep_log)
     ended: dict[Path, PointResult] = {}
     here = [task for task in todo if task not in alone]
     if here:

@@ -17,7 +17,7 @@ import torch
 
 from orchestrator.agent.programs import SHOULD_STOP_S, RankProgram
 from orchestrator.client import framework_state
-from orchestrator.client.run import METRICS, Run
+from orchestrator.client.run import METRICS, CurrentRun
 from orchestrator.client.stop import Stop
 from orchestrator.errors import JobError
 from orchestrator.rundir.folder import RunDir
@@ -71,7 +71,7 @@ def test_importing_us_is_quick_and_without_a_run_the_same_lines_do_nothing(tmp_p
 
 
 def test_in_a_job_class_it_says_where_the_training_is_and_refuses_what_the_trainer_does(tmp_path):
-    run = Run({})
+    run = CurrentRun({})
     run.enter_job("Line", tmp_path, 2, 1, 4)
     assert run
     assert (run.folder, run.attempt, run.rank, run.ranks) == (tmp_path, 2, 1, 4)
@@ -184,7 +184,7 @@ def ranks(attempt, monkeypatch):
     monkeypatch.setattr("orchestrator.rundir.warnings._destination", None)
     warnings = str(attempt / "warnings-0.jsonl")
     variables = {RUN: str(attempt.parents[1]), ATTEMPT: "0", WORLD: "2", WARNINGS: warnings}
-    return [Run({**variables, RANK: str(rank)}) for rank in range(2)]
+    return [CurrentRun({**variables, RANK: str(rank)}) for rank in range(2)]
 
 
 def written(run):
@@ -231,7 +231,7 @@ def test_what_is_no_figure_is_refused_where_it_is_told_on_every_rank(ranks, word
     for run in ranks:
         with pytest.raises(JobError, match=said):
             run.report(**{"update": 0, **words})
-    Run({}).report(**{"update": 0, **words})  # without a run all is accepted
+    CurrentRun({}).report(**{"update": 0, **words})  # without a run all is accepted
 
 
 def test_names_of_any_kind_are_read_back_within_what_a_glance_reads(ranks):
@@ -303,7 +303,7 @@ def test_in_a_thread_it_is_refused_unless_the_signal_is_taken_care_of(ranks):
 
 def test_the_signal_that_a_run_stops_its_program_by_is_a_wish_as_well(ranks):
     folder = ranks[0].folder
-    run = Run({RUN: str(folder), ATTEMPT: "0", RANK: "0", WORLD: "1", SIGNAL: "INT"})
+    run = CurrentRun({RUN: str(folder), ATTEMPT: "0", RANK: "0", WORLD: "1", SIGNAL: "INT"})
     assert not run.should_stop(0)
     os.kill(os.getpid(), signal.SIGINT)
     until(lambda: run.should_stop(1), 30)

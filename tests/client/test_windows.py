@@ -21,7 +21,7 @@ from orchestrator import (
     run_in_threads,
 )
 from orchestrator.callbacks import Callback
-from orchestrator.client.run import Run
+from orchestrator.client.run import CurrentRun
 from orchestrator.errors import NonFiniteError, RunFolderError
 from orchestrator.plan.order import DataOrder
 from orchestrator.rundir.program_link import RUN
@@ -54,7 +54,7 @@ class Training:
             stops: after how many micro-steps of this start the rank hears of a stop.
             freezes: a layer is frozen after some updates, and dropout is switched off.
         """
-        self.run, model = Run({}), net(dropout)
+        self.run, model = CurrentRun({}), net(dropout)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         rate = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
         reduction = "reproducible" if wobbles else "fast"
@@ -227,14 +227,14 @@ def test_ranks_that_would_form_other_micro_steps_are_refused(name, values):
 )
 def test_an_option_of_another_kind_is_refused_with_an_example(option, said):
     with pytest.raises(ConfigError, match=said):
-        Run({}).windows(SAMPLES, sgd_accumulator(net()), global_batch=9, **option)
+        CurrentRun({}).windows(SAMPLES, sgd_accumulator(net()), global_batch=9, **option)
 
 
 def test_state_that_does_not_fit_or_that_no_checkpoint_can_hold_is_refused(tmp_path):
     def train(**state):
         ours = sgd_accumulator(model := net())
         how = {"global_batch": 9, "micro_batch": 9, "updates": 1, "checkpoints": tmp_path}
-        for window in Run({}).windows(SAMPLES, ours, state=state, **how):
+        for window in CurrentRun({}).windows(SAMPLES, ours, state=state, **how):
             for piece in window:
                 backward(ours, model, piece)
             ours.boundary()
@@ -250,7 +250,7 @@ def test_state_that_does_not_fit_or_that_no_checkpoint_can_hold_is_refused(tmp_p
     def differ(group):
         own = SimpleNamespace(state_dict=lambda: {"seed": group.rank}, load_state_dict=print)
         how = {"global_batch": 9, "checkpoints": tmp_path / "other", "state": {"own": own}}
-        Run({}).windows(SAMPLES, sgd_accumulator(net(), group), **how)
+        CurrentRun({}).windows(SAMPLES, sgd_accumulator(net(), group), **how)
 
     with pytest.raises(JobError, match=r"state= \(own\) differs between ranks"):
         run_in_threads(2, differ)
@@ -259,7 +259,7 @@ def test_state_that_does_not_fit_or_that_no_checkpoint_can_hold_is_refused(tmp_p
 def test_a_loop_that_keeps_its_own_checkpoints_stops_and_says_what_it_saved(tmp_path, monkeypatch):
     monkeypatch.setattr("orchestrator.rundir.warnings._destination", None)
     (tmp_path / "attempts" / "000").mkdir(parents=True)
-    run, done = Run({RUN: str(tmp_path)}), []
+    run, done = CurrentRun({RUN: str(tmp_path)}), []
     ours = sgd_accumulator(model := net())
     for window in run.windows(SAMPLES, ours, global_batch=20, micro_batch=20, updates=9, first=3):
         for piece in window:
@@ -291,7 +291,7 @@ def test_a_stop_signal_is_a_request_from_the_first_window_on_and_until_the_loop_
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loader_may_read_ahead_what_the_windows_will_hand_out(workers):
     ours = sgd_accumulator(model := net())
-    windows = Run({}).windows(SAMPLES, ours, global_batch=16, micro_batch=5, epochs=2)
+    windows = CurrentRun({}).windows(SAMPLES, ours, global_batch=16, micro_batch=5, epochs=2)
     data, indices = torch.utils.data.TensorDataset(X, Y), windows.indices()
     loader = torch.utils.data.DataLoader(data, batch_sampler=indices, num_workers=workers)
     batches = iter(loader)
@@ -320,7 +320,7 @@ def test_batches_are_those_of_the_windows_and_draw_alike_in_workers_and_after_a_
     def train(workers, updates, name):
         ours, drawn = sgd_accumulator(model := net()), []
         how = {"global_batch": 16, "micro_batch": 5, "checkpoints": tmp_path / name}
-        windows = Run({}).windows(SAMPLES, ours, updates=updates, **how)
+        windows = CurrentRun({}).windows(SAMPLES, ours, updates=updates, **how)
         batches = windows.batches(Noisy(), workers=workers, augments=True)
         for window in windows:
             for piece in window:
@@ -340,7 +340,7 @@ def test_batches_are_those_of_the_windows_and_draw_alike_in_workers_and_after_a_
 def test_reading_batches_changes_no_random_number_of_a_micro_step():
     def train(workers):
         ours, drawn = sgd_accumulator(model := net()), []
-        windows = Run({}).windows(SAMPLES, ours, global_batch=16, micro_batch=5, updates=2)
+        windows = CurrentRun({}).windows(SAMPLES, ours, global_batch=16, micro_batch=5, updates=2)
         batches = None if workers is None else windows.batches(Noisy(), workers=workers)
         for window in windows:
             for piece in window:
@@ -359,7 +359,7 @@ def test_what_a_loop_draws_once_an_update_is_equal_on_all_ranks_and_after_a_resu
         ours, drawn = sgd_accumulator(model := net(), group), []
         torch.manual_seed(group.rank)
         how = {"global_batch": 16, "micro_batch": 5, "checkpoints": tmp_path / name}
-        for window in Run({}).windows(SAMPLES, ours, updates=updates, **how):
+        for window in CurrentRun({}).windows(SAMPLES, ours, updates=updates, **how):
             drawn.append(torch.rand(()).item())
             for piece in window:
                 backward(ours, model, piece)
@@ -391,7 +391,7 @@ def test_what_a_loop_changes_in_place_after_its_backward_does_not_count():
 
 def test_after_a_backward_or_a_boundary_that_failed_the_way_out_is_one_that_exists():
     def windows():
-        return Run({}).windows(SAMPLES, ours, global_batch=9, micro_batch=9)
+        return CurrentRun({}).windows(SAMPLES, ours, global_batch=9, micro_batch=9)
 
     ours = sgd_accumulator(model := net())
     going = iter(windows())
@@ -428,7 +428,7 @@ def _two_models(group, folder, batch):
         for model in models
     ]
     sent = []
-    for window in Run({}).windows(8, both, global_batch=batch, micro_batch=1, updates=4):
+    for window in CurrentRun({}).windows(8, both, global_batch=batch, micro_batch=1, updates=4):
         for piece in window:
             for model, ours in zip(models, both, strict=True):
                 ours.backward(Loss(model(samples[piece]).square().sum(), len(piece)))
@@ -447,7 +447,7 @@ def test_two_accumulators_on_torchs_default_group_neither_mix_nor_miscount(tmp_p
 def test_two_accumulators_share_windows_each_in_a_pass_of_its_own():
     models = [net(), net()]
     both = [sgd_accumulator(model) for model in models]
-    for window in Run({}).windows(SAMPLES, both, global_batch=16, micro_batch=5, updates=4):
+    for window in CurrentRun({}).windows(SAMPLES, both, global_batch=16, micro_batch=5, updates=4):
         for model, ours in zip(models, both, strict=True):
             for piece in window:
                 backward(ours, model, piece)

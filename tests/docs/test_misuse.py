@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from orchestrator import Accumulator, Loss, TorchGroup, run_in_threads
-from orchestrator.client.run import Run
+from orchestrator.client.run import CurrentRun
 from orchestrator.errors import ConfigError, OrchestratorError
 
 BATCH = {"global_batch": 8, "micro_batch": 2, "updates": 3}
@@ -82,7 +82,7 @@ def compute(ours, model, windows=1):
 def begun(samples=24, group=None, **options):
     """Return the windows of a loop without a run, the accumulator and its model."""
     ours, model = accumulated(group)
-    return Run({}).windows(samples, ours, **{**BATCH, **options}), ours, model
+    return CurrentRun({}).windows(samples, ours, **{**BATCH, **options}), ours, model
 
 
 @contextlib.contextmanager
@@ -445,7 +445,7 @@ def test_a_loop_that_is_left_in_mid_window_warns():
 
 
 def test_windows_are_gone_through_once():
-    run = Run({})
+    run = CurrentRun({})
     ours, model = accumulated()
     windows = run.windows(24, ours, **BATCH)
     for window in windows:
@@ -467,7 +467,7 @@ def test_a_window_that_was_kept_is_over():
 
 
 def test_the_loop_reports_and_stops_by_itself():
-    run = Run({})
+    run = CurrentRun({})
     ours, model = accumulated()
     for window in run.windows(24, ours, **BATCH):
         whole(window, ours, model)
@@ -493,14 +493,14 @@ def test_one_of_several_accumulators_has_to_be_named():
     kept = [accumulated(), accumulated()]
     assert len(kept) == 2
     with pytest.raises(ERRORS, match="accumulators: say whose windows they are"):
-        Run({}).windows(24, **BATCH)
+        CurrentRun({}).windows(24, **BATCH)
 
 
 def test_ranks_that_would_train_alone_are_refused(monkeypatch):
     ours, model = accumulated()
     variables = {"ORCHESTRATOR_RUN": "/nowhere", "ORCHESTRATOR_WORLD_SIZE": "4"}
     with pytest.raises(ERRORS, match="this run has 4 ranks, but the accumulator's group has 1"):
-        Run(variables).windows(24, ours, **BATCH)
+        CurrentRun(variables).windows(24, ours, **BATCH)
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ERRORS, match=r"WORLD_SIZE=3, but .* each of the 3 ranks would train alone"):
         Accumulator(model, optimizer_of(model))

@@ -195,10 +195,9 @@ def test_nothing_is_cut_or_complained_of_and_dark_is_dark(seen):
             assert dark == (shade == "dark"), name
 
 
-def test_a_page_is_written_beside_the_runs_for_their_owner_alone(sweep, screen):
-    write_report(sweep, "html", None, screen)
+def test_a_page_is_written_beside_the_runs_for_their_owner_alone(sweep):
     page = sweep / "report.html"
-    assert screen.text == f"report: {page}\n"
+    assert write_report(sweep, "html", None) == page
     assert page.read_text().startswith("<!doctype html>")
     assert stat.S_IMODE(page.stat().st_mode) == 0o600
     assert verb("report", sweep, "--format", "csv").stdout.startswith("point,folder,")

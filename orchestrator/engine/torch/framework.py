@@ -16,7 +16,7 @@ from orchestrator.engine.torch.consistency_checks import versions
 from orchestrator.engine.torch.engine import TorchEngine
 from orchestrator.engine.torch.group import BaseGroup
 from orchestrator.engine.torch.rendezvous import form_group
-from orchestrator.engine.torch.state import export_state
+from orchestrator.engine.torch.state import export_state, load_model, saved_model
 
 
 class Torch(Framework):
@@ -33,3 +33,9 @@ class Torch(Framework):
 
     def export(self, checkpoint: Path, extra: Mapping[str, Any], form: str, to: Path) -> None:
         export_state(checkpoint, extra, form, to)
+
+    def state_dict(self, checkpoint: Path, extra: Mapping[str, Any]) -> dict[str, Any]:
+        return saved_model(checkpoint, extra["model"])
+
+    def load_weights(self, model: Any, checkpoint: Path, extra: Mapping[str, Any]) -> None:
+        load_model(model, checkpoint, extra["model"])

@@ -55,7 +55,7 @@ def load_model(model: Module, folder: Path, rest: Mapping[str, Any]) -> None:
         RunFolderError: they are another model's.
     """
     held, _ = model_state(model)
-    state = _saved_model(folder, rest, held.get)
+    state = saved_model(folder, rest, held.get)
     state |= {n: shard_like(state[n], tensor) for n, tensor in held.items() if n in state}
     names = {uncompiled(name): name for name in model.state_dict()}
     try:
@@ -64,7 +64,7 @@ def load_model(model: Module, folder: Path, rest: Mapping[str, Any]) -> None:
         raise RunFolderError(f"{folder} is of another model: {error}") from error
 
 
-def _saved_model(
+def saved_model(
     folder: Path, rest: Mapping[str, Any], held: Held = lambda _: None
 ) -> dict[str, Any]:
     """Return the `state_dict()` that a `Snapshot` wrote."""
@@ -81,7 +81,7 @@ def export_state(folder: Path, extra: Mapping[str, Any], form: str, to: Path) ->
     "torch" is a file for `torch.load(weights_only=True)`, "dcp" a folder for
     `torch.distributed.checkpoint.load`: `model`, and `optimizer` or the states of `run.windows`.
     """
-    model = _saved_model(folder, extra["model"])
+    model = saved_model(folder, extra["model"])
     if form == "safetensors":  # others know no names for shared memory: each name has its own
         save_file({n: t.clone() for n, t in model.items() if isinstance(t, Tensor)}, to)
         return

@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 from orchestrator import Job, Loss
 from orchestrator.client.checkpoints import Checkpoints
-from orchestrator.client.run import Run
+from orchestrator.client.run import CurrentRun
 from orchestrator.engine.torch import Accumulator, form_group
 from orchestrator.errors import ConfigError, JobError, NonFiniteError, ReplicasDiffer, SilenceError
 from orchestrator.report.compare import compare
@@ -448,7 +448,7 @@ def _windows(group, folder, shape, checkpoints, updates):
     shadow = _Shadow(net)
     accumulator = Accumulator(net, _optimizer(net), group if shape is None else None, clip_norm=0.5)
     data = _data().reshape(-1, 10)[:23]
-    windows = Run({}).windows(
+    windows = CurrentRun({}).windows(
         len(data), accumulator, global_batch=10, micro_batch=2, updates=updates,
         checkpoints=checkpoints, state={"shadow": shadow},
     )  # fmt: skip

@@ -1,0 +1,151 @@
+"""Commands of ours in a process of their own, for callers from Python.
+
+The process is started as from a shell, in a session of its own: it shares nothing with the caller
+but the environment, the working folder, and the folders in which it finds modules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from orchestrator import errors
+from orchestrator.client.run import current_run
+from orchestrator.errors import ConfigError, OrchestratorError, describe_status, require_cwd
+from orchestrator.report.caller import CALLER_VARIABLE, ERROR, FOLDER, MESSAGE
+from orchestrator.snapshot import is_in_interpreter
+
+POLL_S = 0.2
+
+
+class Launcher:
+    """A command of ours in a process of its own, of which it is asked how it has begun."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._read, its_end = os.pipe()
+        os.set_blocking(self._read, False)
+        weakref.finalize(self, os.close, self._read)
+        self._text = b""
+        self._error: Mapping[str, str] | None = None
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115  # until it has a folder
+        weakref.finalize(self, self._printed.close)
+        environment = {**os.environ, CALLER_VARIABLE: str(its_end)}
+        environment["PYTHONPATH"] = os.pathsep.join(_own_paths())
+        try:
+            self._process = subprocess.Popen(  # our own command
+                [sys.executable, "-m", *arguments], stdin=subprocess.DEVNULL,
+                stdout=self._printed, stderr=self._printed, pass_fds=[its_end], env=environment,
+                start_new_session=True,
+            )  # fmt: skip
+        finally:
+            os.close(its_end)
+        # Whoever starts it need not wait for it: it must not stay as a zombie then.
+        threading.Thread(target=self._process.wait, daemon=True).start()
+
+    def await_begin(self) -> Path | None:
+        """Return the folder of what has begun; None if there was nothing to begin.
+
+        Raises:
+            OrchestratorError: what the command refused.
+        """
+        try:
+            while True:
+                ended = self._process.poll() is not None  # before the pipe is read
+                if (message := self._next()) is not None:
+                    self._raise(message)
+                    self._warn()
+                    return Path(message[FOLDER])
+                if ended:
+                    break
+                select.select([self._read], [], [], POLL_S)
+        except KeyboardInterrupt:
+            self._process.send_signal(signal.SIGINT)
+            self._process.wait()
+            raise
+        if self._process.returncode == 0:
+            self._warn()
+            return None
+        raise OrchestratorError(
+            f"the command that starts runs {describe_status(self._process.returncode)}:\n"
+            f"{self._text_printed().strip() or 'it printed nothing'}"
+        )
+
+    def raise_error(self, wait_s: float = 0.0) -> None:
+        """Raise what the command has ended with, if that is an error.
+
+        Args:
+            wait_s: at most, for its end.
+        """
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(wait_s)
+        if (message := self._next()) is not None:
+            self._error = message
+        if self._error is not None:
+            self._raise(self._error)
+
+    def _next(self) -> Mapping[str, str] | None:
+        """Return the next thing that the command has said, if it has."""
+        with contextlib.suppress(BlockingIOError):
+            while more := os.read(self._read, 65_536):
+                self._text += more
+        line, end, rest = self._text.partition(b"\n")
+        if not end:
+            return None
+        self._text = rest
+        return json.loads(line)
+
+    @staticmethod
+    def _raise(message: Mapping[str, str]) -> None:
+        if ERROR not in message:
+            return
+        kind = getattr(errors, message[ERROR], OrchestratorError)
+        try:
+            error = kind(message[MESSAGE])
+        except TypeError:  # one that carries more than its message
+            error = OrchestratorError(message[MESSAGE])
+        raise error
+
+    def _warn(self) -> None:
+        """Warn of what the command has warned of."""
+        for line in self._text_printed().splitlines():
+            if line.startswith("warning: "):
+                warnings.warn(line.removeprefix("warning: "), stacklevel=4)
+
+    def _text_printed(self) -> str:
+        size = os.fstat(self._printed.fileno()).st_size
+        return os.pread(self._printed.fileno(), size, 0).decode(errors="replace")
+
+
+def _own_paths() -> list[str]:
+    """Return where this process finds modules besides Python's own folders and installed packages:
+    the folder of a script, say. What is started finds them there, too.
+    """
+    here = Path.cwd()
+    paths = (Path(entry).absolute() for entry in sys.path if entry)
+    own = [path for path in paths if path != here and path.is_dir() and not is_in_interpreter(path)]
+    stated = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    return [*dict.fromkeys([*map(str, own), *stated])]
+
+
+def launch(arguments: Sequence[str], caller: str) -> tuple[Path | None, Launcher]:
+    """Run a command of ours until it has begun."""
+    require_cwd()
+    if current_run:
+        raise ConfigError(
+            f"{caller} was called in rank {current_run.rank} of {current_run.folder}: every rank "
+            "imports the job's module, or runs the program, and would start a run of its own; "
+            'call it in another script, or below if __name__ == "__main__":'
+        )
+    launcher = Launcher(arguments)
+    return launcher.await_begin(), launcher

@@ -1,0 +1,58 @@
+"""The notebook of the tutorial, and the Python of its page, executed from top to bottom."""
+
+import shutil
+import subprocess
+import sys
+
+import nbformat
+import pandas as pd
+from nbclient import NotebookClient
+
+from orchestrator import list_runs
+from tests.docs.printed import ROOT, python_blocks
+from tests.helpers import environment
+
+
+def test_the_notebook_runs_and_shows_what_it_says(tmp_path, monkeypatch):
+    for name, value in environment(JUPYTER_RUNTIME_DIR=str(tmp_path / "runtime")).items():
+        monkeypatch.setenv(name, value)
+    notebook = nbformat.read(ROOT / "docs" / "tutorial" / "notebook.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells)  # it is kept without them
+    client = NotebookClient(
+        notebook,
+        timeout=300,
+        resources={"metadata": {"path": str(tmp_path)}},
+    )
+    client.execute()
+    outputs = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
+    followed, plotted, resumed, loaded, swept, refused = outputs
+    assert followed[0].data["text/plain"].startswith("update 60/60 ")  # one line, that was replaced
+    assert not any("update" in output.data["text/plain"][:6] for output in followed[1:])
+    assert followed[-1].data["text/plain"] == "'finished'"
+    assert "image/png" in plotted[0].data
+    assert 0.9 < float(resumed[-1].data["text/plain"]) < 1
+    assert int(loaded[-1].data["text/plain"]) > 0
+    assert swept[-1].data["text/plain"].count("(") == 3
+    assert "did you mean 'updates'?" in refused[0].text
+
+
+def test_the_python_of_the_page_runs(tmp_path, monkeypatch):
+    shutil.copyfile(ROOT / "jobs" / "line.py", tmp_path / "my_job.py")
+    page = "docs/how-to/notebooks.md"
+    blocks = [printed.text for printed in python_blocks() if printed.page == page]
+    assert len(blocks) == 3
+    script = "\n".join(blocks)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=environment(), capture_output=True,
+        text=True, check=True,
+    )  # fmt: skip
+    first, *rows, best = done.stdout.splitlines()
+    assert first.startswith("finished ")
+    assert [row.split()[0] for row in rows] == ["1", "2", "4"]
+    assert best.startswith(str(tmp_path / "runs"))
+    monkeypatch.chdir(tmp_path)
+    digits = next(run for run in list_runs() if run.config["job"]["_target_"].endswith("Digits"))
+    frame = digits.metrics.to_pandas()
+    assert isinstance(frame, pd.DataFrame)
+    assert frame["held_out.accuracy"].dropna().index.tolist() == [9, 19, 29, 39]
+    assert frame["loss"].tolist() == digits.metrics["loss"]
