@@ -383,19 +383,22 @@ def export(
     dcp: Annotated[
         bool, typer.Option("--dcp", help="The same, for torch.distributed.checkpoint.load().")
     ] = False,
+    best: Annotated[
+        bool, typer.Option("--best", help="The best one, as train.keep_best has it.")
+    ] = False,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="A new file or folder; in RUN/export.")
     ] = None,
     verbose: Verbose = False,
 ) -> None:
-    """Write a run's newest checkpoint for other programs."""
+    """Write a run's newest or best checkpoint for other programs."""
     del verbose
     from orchestrator.runs import open_run
 
     if safetensors + torch + dcp > 1:
         raise UsageError("--safetensors, --torch and --dcp exclude one another")
     form = "torch" if torch else "dcp" if dcp else "safetensors"
-    made, updates = open_run(run).export(form, output)
+    made, updates = open_run(run).export(form, output, best=best)
     say(Console(), f"{made} is written: the checkpoint after {updates} updates", prose=True)
 
 

@@ -152,6 +152,11 @@ def is_coupled(job: Any) -> bool:
     return all(callable(getattr(job, name, None)) for name in COUPLED_METHODS)
 
 
+def evaluates(job: Any) -> bool:
+    """Return whether the job defines `evaluate`."""
+    return getattr(type(job), "evaluate", Job.evaluate) is not Job.evaluate
+
+
 def has_own_rate(job: Any) -> bool:
     """Return whether a job, or its class, defines `learning_rate(update)`."""
     return callable(getattr(job, "learning_rate", None))

@@ -47,17 +47,23 @@ from orchestrator.plugins import FRAMEWORKS
 from orchestrator.report.page import write_report
 from orchestrator.report.sweep_tables import current_overrides, only_varying
 from orchestrator.report.terminal import command
-from orchestrator.rundir.checkpoints import Checkpoint, read_last, weights_of
+from orchestrator.rundir.checkpoints import (
+    BEST,
+    Checkpoint,
+    kept_checkpoint,
+    load,
+    read_last,
+    weights_of,
+)
 from orchestrator.rundir.files import make_folder, remove
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import is_locked
-from orchestrator.rundir.metrics import History, Record, read_metrics
+from orchestrator.rundir.metrics import HELD_OUT, History, Record, read_metrics
 from orchestrator.rundir.outcome import describe_culprit
 from orchestrator.rundir.status import OVER, UNREADABLE, RunStatus, find_runs, kind_of
 
 POLL_S = 0.2
 LEAVE_S = 10.0  # given to a command that has withdrawn its run to say why
-HELD_OUT = "held_out."
 EXIT_OF_STATE = {
     "finished": EXIT_FINISHED, "pruned": EXIT_FINISHED, "stopped": EXIT_STOPPED,
     "cancelled": EXIT_STOPPED,
@@ -451,21 +457,27 @@ class Run:
             raise UsageError(f"{self.folder} has recorded no number as {name!r}{known}")
         return max(rows, key=lambda row: sign * row[name])
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, best: bool = False) -> dict[str, Any]:
         """Return the weights and buffers of the newest checkpoint, on the CPU, by name.
 
         Imports the run's framework.
+
+        Args:
+            best: of the best checkpoint, as `train.keep_best` has it.
 
         Raises:
             RunFolderError: no checkpoint was written, or it is damaged.
         """
         framework = self._framework()
-        return self._read(lambda saved: framework.state_dict(saved.folder, saved.extra))
+        return self._read(lambda saved: framework.state_dict(saved.folder, saved.extra), best=best)
 
-    def load_model(self) -> Any:
+    def load_model(self, *, best: bool = False) -> Any:
         """Return the model that the run's job builds, with the weights of the newest checkpoint.
 
         Imports the job's class, so the run has to be your own, and its code where it was.
+
+        Args:
+            best: see `state_dict`.
 
         Raises:
             ConfigError: the run is a program's, which builds its model its own way.
@@ -482,11 +494,17 @@ class Run:
         with submission_directory(run):
             sys.path.insert(0, str(Path.cwd()))
             model = build_job(with_run_folder(settings, str(run.path))).model()
-        self._read(lambda saved: framework.load_weights(model, saved.folder, saved.extra))
+        self._read(
+            lambda saved: framework.load_weights(model, saved.folder, saved.extra), best=best
+        )
         return model
 
     def export(
-        self, form: str = "safetensors", output: str | os.PathLike[str] | None = None
+        self,
+        form: str = "safetensors",
+        output: str | os.PathLike[str] | None = None,
+        *,
+        best: bool = False,
     ) -> tuple[Path, int]:
         """Write the newest checkpoint for other programs; return the new file or folder, and after
         how many updates it is.
@@ -495,6 +513,7 @@ class Run:
             form: "safetensors" (the weights), "torch" (with the optimizer, for `torch.load`), or
                 "dcp" (the same, for `torch.distributed.checkpoint.load`).
             output: where; in the run folder's `export` by default.
+            best: see `state_dict`.
 
         Raises:
             UsageError: the output exists.
@@ -519,7 +538,7 @@ class Run:
                     remove(partial)
             return to, saved.updates
 
-        return self._read(write)
+        return self._read(write, best=best)
 
     def report(self, output: str | os.PathLike[str] | None = None) -> Path:
         """Write the page about the run, and return its file; by default report.html in its folder.
@@ -534,8 +553,15 @@ class Run:
         name = next((name for name in versions if FRAMEWORKS.refusal(name) is None), "torch")
         return FRAMEWORKS.make(name, Framework)
 
-    def _read(self, read: Callable[[Checkpoint], Value]) -> Value:
-        return read_newest(RunDir(self.folder), read)
+    def _read(self, read: Callable[[Checkpoint], Value], *, best: bool) -> Value:
+        run = RunDir(self.folder)
+        if not best:
+            return read_newest(run, read)
+        run.existing()
+        try:
+            return read(load(kept_checkpoint(run, BEST), run.identity))
+        except RunFolderError as error:
+            raise RunFolderError(f"{run.path}: {error}") from error
 
 
 def wait_for(runs: Sequence[Run], timeout_s: float | None = None) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from typing import Any
+from typing import Any, Literal
 
 from orchestrator.cli.resume import plan_of_run
 from orchestrator.config.program import is_program
@@ -16,8 +16,7 @@ from orchestrator.rundir.checkpoints import (
     PREFIX,
     STATE,
     file_sha256,
-    folder_of,
-    list_checkpoints,
+    kept_checkpoint,
     load,
     newest,
     split_reference,
@@ -40,24 +39,19 @@ def branch_of(config: Config) -> Branch | None:
         raise ConfigError(f"{INITIAL_STATE}={stated}: {error}") from error
 
 
-def _branch(folder: str, updates: int | None) -> Branch:
+def _branch(folder: str, which: int | Literal["best"] | None) -> Branch:
     run = RunDir(expand_user(folder)).existing()
     config = read_config(run.read_config())
     if is_program(config.job):
         raise RunFolderError("that run is of a program, whose checkpoints are its own")
-    kept = [int(path.name.removeprefix(PREFIX)) for path in list_checkpoints(run.checkpoints)]
-    if not kept:
-        raise RunFolderError("that run has no checkpoint yet")
-    if updates is not None and updates not in kept:
-        names = ", ".join(f"{folder}@{number}" for number in kept)
-        raise RunFolderError(
-            f"there is no checkpoint after update {updates}; there are {names} "
-            f"(train.keep_checkpoints={config.train.keep_checkpoints})"
-        )
-    if updates is None:
+    if which is None:
         # The files are checked when they are copied.
         found, _ = newest(run.checkpoints, run.identity, contents=False)
-        updates = kept[-1] if found is None else found.updates
+        if found is None:
+            raise RunFolderError("that run has no checkpoint yet")
+        updates = found.updates
+    else:
+        updates = int(kept_checkpoint(run, which).name.removeprefix(PREFIX))
     plan = plan_of_run(config, run.read_plan())
     if not isinstance(plan, Plan) or plan.length.dataset_samples is None:
         raise RunFolderError(f"{run.plan} does not say how many samples its data set has")
@@ -86,9 +80,9 @@ def keep_initial_state(branch: Branch | None, run: RunDir) -> dict[str, Any]:
     if branch is None:
         return {}
     other = RunDir(expand_user(branch.run))
-    source = folder_of(other.checkpoints, branch.updates)
     run.initial_state.mkdir(mode=0o700)
     try:
+        source = kept_checkpoint(other, branch.updates)
         for path in sorted(source.iterdir()):
             copy = run.initial_state / path.name
             shutil.copyfile(path, copy)
@@ -97,8 +91,8 @@ def keep_initial_state(branch: Branch | None, run: RunDir) -> dict[str, Any]:
         optimizer = (other.read_environment() or {}).get("optimizer")
     except FileNotFoundError as error:
         raise ConfigError(
-            f"{INITIAL_STATE}={branch.run}: {source} was removed while it was copied, since the "
-            "run saves newer ones; type the same line again"
+            f"{INITIAL_STATE}={branch.run}: its checkpoint after update {branch.updates} was "
+            "removed while it was copied, since the run saves newer ones; type the same line again"
         ) from error
     except UsageError as error:
         raise ConfigError(f"{INITIAL_STATE}={branch.run}: {error}") from error

@@ -30,7 +30,8 @@ from orchestrator.config.job_source import (
 )
 from orchestrator.config.program import ProgramConfig, is_program, program_of, target_of
 from orchestrator.config.schema import Config
-from orchestrator.rundir.checkpoints import file_sha256, folder_of, split_reference
+from orchestrator.errors import RunFolderError
+from orchestrator.rundir.checkpoints import file_sha256, kept_checkpoint, split_reference
 from orchestrator.rundir.files import names_in
 from orchestrator.rundir.folder import RunDir
 from orchestrator.snapshot import PACKAGE, is_in_interpreter, is_installed, python_files
@@ -275,14 +276,18 @@ def _data(config: Config) -> Iterator[tuple[str, Path]]:
         for key, value in _constructor_defaults(target).items():
             if key not in config.job:
                 yield from ((f"job.{key}", path) for path in _existing([value]))
-    for path in _existing([config.train.initial_weights]):
-        saved = RunDir(path).checkpoints
-        yield "train.initial_weights", saved if saved.is_dir() else path
-    if config.train.initial_state is not None:
-        folder, updates = split_reference(config.train.initial_state)
+    for key in ("initial_weights", "initial_state"):
+        stated = getattr(config.train, key)
+        folder, which = (None, None) if stated is None else split_reference(stated)
         for path in _existing([folder]):
-            saved = RunDir(path).checkpoints
-            yield "train.initial_state", saved if updates is None else folder_of(saved, updates)
+            run = RunDir(path)
+            if not run.checkpoints.is_dir():  # a file of weights
+                yield f"train.{key}", path
+            elif which is None:
+                yield f"train.{key}", run.checkpoints
+            else:
+                with contextlib.suppress(RunFolderError):  # the run has a copy
+                    yield f"train.{key}", kept_checkpoint(run, which)
 
 
 def _constructor_defaults(target: str) -> dict[str, Any]:

@@ -37,9 +37,11 @@ from orchestrator.plan.program import ProgramPlan, plan_of_program
 from orchestrator.rundir.checkpoints import (
     PREFIX,
     file_sha256,
+    kept_checkpoint,
     list_checkpoints,
     newest,
     refuse_beyond,
+    split_reference,
     weights_of,
 )
 from orchestrator.rundir.files import is_own, read_text, write_atomically, write_json
@@ -102,8 +104,11 @@ def initial_weights(config: Config) -> Path | None:
     from orchestrator.rundir.tensors import SafetensorsFile  # NumPy, if it is needed
 
     try:
-        path = expand_user(stated)
-        if path.is_dir():
+        path, (folder, which) = expand_user(stated), split_reference(stated)
+        if which is not None and not path.exists():
+            run = RunDir(expand_user(folder)).existing()
+            path = weights_of(kept_checkpoint(run, which))
+        elif path.is_dir():
             run = RunDir(path).existing()
             found, _ = newest(run.checkpoints, run.identity)
             if found is None:
@@ -264,6 +269,7 @@ def rounding_warning(made: list[Change], old: Plan, new: Plan, config: Config) -
 
 
 GROUPS = ("cluster", "tracker")  # whose choice a run may change; the others are its numbers
+ENDS_EARLY = ("train.patience", "train.keep_best")
 PLACES = ("nodes", "ranks_per_node", "cpus_per_rank")  # stay, whatever another cluster's file says
 
 
@@ -285,6 +291,14 @@ class Resumption:
     plan: Plan | ProgramPlan
     done: int
     warning: str | None
+
+    def is_complete(self, result: Mapping[str, Any] | None) -> bool:
+        """Return whether a run that ended with `result` has nothing left to do."""
+        if result is None or result["state"] != "finished":
+            return False
+        if "ended_early" in result:
+            return not any(change.key in ENDS_EARLY for change in self.changes)
+        return (self.plan.updates or 0) <= int(result["updates"])
 
     @property
     def message(self) -> str:

@@ -273,12 +273,13 @@ def prepared_resume(
     check_own(run)
     Tail(run.metrics, recent=0)  # whether it can be read at all
     resumed = resumption(run, config_of(run), overrides, config_dir, to=to)
-    config, result, total = resumed.config, run.read_result(), resumed.plan.updates or 0
-    if result and result["state"] == "finished" and total <= result["updates"]:
-        say(output.console, f"{path} has finished already; there is nothing to resume")
+    config, result = resumed.config, run.read_result()
+    if resumed.is_complete(result):
+        early = f" early ({result['ended_early']})" if result and "ended_early" in result else ""
+        say(output.console, f"{path} has finished already{early}; there is nothing to resume")
         if not is_program(config.job):
-            more = f"to train on: {command('resume', path)} train.updates=…"
-            say(output.console, more, "dim")
+            longer = "train.patience=null" if early else "train.updates=…"
+            say(output.console, f"to train on: {command('resume', path)} {longer}", "dim")
         yield None
         return
     with submission_directory(run), interrupts, wrap_disk_errors(run), locked(run):

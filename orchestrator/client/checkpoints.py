@@ -100,6 +100,7 @@ class Checkpoints(Callback):
             before it: where a disk is slower than the training, the training has the disk's pace,
             as it has without a thread, and no checkpoint is left out.
         on_written: called with the number of updates.
+        best: folder of the best checkpoint; see `keep_best`.
 
     Attributes:
         rank: of this process, in its present group.
@@ -118,6 +119,7 @@ class Checkpoints(Callback):
         keep: int,
         background: bool = False,
         on_written: Callable[[int], None] | None = None,
+        best: Path | None = None,
     ) -> None:
         self._copier = state if background and isinstance(state, CopiesState) else None
         if background and self._copier is None:
@@ -127,6 +129,7 @@ class Checkpoints(Callback):
             )
         self._folder, self._state, self._run, self._keep = folder, state, run, keep
         self._on_written = on_written
+        self._best, self._best_updates = best, 0
         self._thread: threading.Thread | None = None
         self._written: tuple[int, float, Exception | None] | None = None  # updates, seconds
         self._part: Part | None = None
@@ -262,6 +265,23 @@ class Checkpoints(Callback):
         """Forget a checkpoint that is being written in parts, since its group broke."""
         self._part = None
 
+    def keep_best(self, updates: int) -> None:
+        """Keep the checkpoint after so many updates as the best one, once it is written."""
+        self._best_updates = updates
+        if self.has(updates):
+            self._keep_best()
+
+    def _keep_best(self) -> None:
+        assert self._best is not None  # noqa: S101  # whoever asks for the best one names a folder
+        try:
+            checkpoint.keep_best(self._folder, self._best, self._best_updates)
+        except OSError as error:
+            warn(
+                f"the best checkpoint, after update {self._best_updates}, could not be kept: "
+                f"{error.strerror or error}",
+                kind="checkpoint not written",
+            )
+
     def has(self, updates: int) -> bool:
         """Return whether there is a checkpoint after so many updates."""
         return checkpoint.folder_of(self._folder, updates).exists()
@@ -334,6 +354,8 @@ class Checkpoints(Callback):
             if self.unsaved is not None:
                 warn(f"there is room again: {name} was written")
             self.unsaved = None
+            if updates == self._best_updates:
+                self._keep_best()
             if self._on_written is not None:
                 self._on_written(updates)
             return

@@ -134,6 +134,7 @@ class TrainingProgress:
         done: the last update of this attempt.
         kept: it and those before it.
         stopped: all ranks agreed to stop, and what follows the last update is over.
+        ended_early: evaluations have not improved for long enough, so no update follows.
         newcomers: the loop ended after it to let others in; only its record was written so far.
         returned: this attempt went back to a checkpoint.
         recorded, evaluated: updates that this rank has recorded, and after which it evaluated.
@@ -145,6 +146,7 @@ class TrainingProgress:
     evaluation: dict[str, float] = field(default_factory=dict[str, float])
     done: CompletedUpdate | None = None
     stopped: bool = False
+    ended_early: bool = False
     returned: bool = False
     recorded: int = 0
     evaluated: int = 0
@@ -162,7 +164,7 @@ class TrainingProgress:
     def over(self, updates: int) -> bool:
         """Return whether no window follows: all `updates` are done, or all ranks agreed to stop."""
         stops = self.done is not None and self.done.report.stop_requested
-        return self.updates >= updates or stops
+        return self.updates >= updates or stops or self.ended_early
 
     def go_back(self) -> None:
         """Forget what came after the checkpoint that `updates` and `samples` are now of."""
@@ -192,6 +194,8 @@ class TrainingLoop:
         checkpoint_every, evaluate_every: see `is_due`.
         checkpoint_soon: save after the next update as well, unless nothing is ever saved.
         evaluate: computes the held-out figures, on the rank that does.
+        judge: says of an evaluation after so many updates whether it is the best so far, and
+            whether it is time to stop. Collective; it gets the figures that this rank has.
     """
 
     windows: RankWindows
@@ -203,6 +207,7 @@ class TrainingLoop:
     evaluate_every: int | None = 0
     checkpoint_soon: bool = False
     evaluate: Callable[[], dict[str, float]] | None = None
+    judge: Callable[[int, dict[str, float]], tuple[bool, bool]] | None = None
     _window: Window | None = None
     _began: float = 0.0
     _work: tuple[float, float] = (0.0, 0.0)
@@ -218,7 +223,8 @@ class TrainingLoop:
             self._follow_up(progress.done)
         elif progress.updates:  # the attempt before may have ended before this
             self._evaluate()
-        while progress.updates < self.updates and not progress.stopped:
+            self._judge()
+        while progress.updates < self.updates and not (progress.stopped or progress.ended_early):
             self._began = time.perf_counter()
             window = self._window = self.windows.window(progress.updates)
             yield window
@@ -297,6 +303,11 @@ class TrainingLoop:
             saved.check_replicas()  # ranks that disagree about the state must not save it
         if not leaving:
             self._evaluate()
+            improved = self._judge()
+            last = last or progress.ended_early
+            if saved is None and self.checkpoints is not None and (improved or last):
+                saved = self.checkpoints
+                saved.check_replicas()
         if saved is not None:
             saved.collect(progress.updates, progress.samples)
             self._before_record()
@@ -308,8 +319,7 @@ class TrainingLoop:
     def _evaluate(self) -> None:
         """Evaluate after the last update, if that is due and this rank has not done it."""
         progress = self.progress
-        due = progress.updates == self.updates or self._is_due(self.evaluate_every)
-        if self.evaluate is None or not due or progress.evaluated >= progress.updates:
+        if self.evaluate is None or progress.evaluated >= progress.updates or not self._evaluates():
             return
         with declared("it evaluates after update %d", progress.updates):
             progress.evaluation = self.evaluate()
@@ -317,6 +327,20 @@ class TrainingLoop:
         for callback in self.callbacks:
             callback.on_evaluation(self.windows.window(progress.updates - 1), progress.evaluation)
         progress.evaluated = progress.updates
+
+    def _evaluates(self) -> bool:
+        """Return whether there is an evaluation after the last update."""
+        return self.progress.updates == self.updates or self._is_due(self.evaluate_every)
+
+    def _judge(self) -> bool:
+        """Judge the evaluation after the last update, if there is one; return whether it is the
+        best so far. Collective.
+        """
+        progress = self.progress
+        if self.judge is None or not self._evaluates():
+            return False
+        improved, progress.ended_early = self.judge(progress.updates, progress.evaluation)
+        return improved
 
     def _is_due(self, every: int | None) -> bool:
         done, epoch_of = self.progress.updates, self.windows.epoch_of

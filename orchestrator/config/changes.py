@@ -52,6 +52,8 @@ KINDS: dict[str, Kind] = {
     "train.evaluate_every": Kind.FREE,
     "train.checkpoint_every": Kind.FREE,
     "train.keep_checkpoints": Kind.FREE,
+    "train.keep_best": Kind.FREE,
+    "train.patience": Kind.FREE,  # whether the next update is made, not what it is
     "train.checkpoint_in_background": Kind.FREE,
     "train.loader_workers": Kind.FREE,
     "train.on_non_finite": Kind.FREE,  # completed updates had only finite values

@@ -16,6 +16,7 @@ from orchestrator.config.schema import (
     Config,
     ScheduleConfig,
     SweepConfig,
+    TrainConfig,
     batch_stages,
     beyond,
     gpu_count,
@@ -26,6 +27,7 @@ from orchestrator.config.schema import (
 )
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.plugins import FRAMEWORKS
+from orchestrator.rundir.metrics import HELD_OUT
 
 SEARCH_ONLY = ("trials", "seed", "direction", "prune")
 SMALL_IS_GOOD = ("auto", "loss", "held_out.loss", "seconds")
@@ -306,6 +308,24 @@ def _refuse(wrong: list[str]) -> None:
         raise ConfigError("\n".join(wrong))
 
 
+def _best_figure(train: TrainConfig) -> Iterator[str]:
+    """Yield what is wrong with the figure by which the best checkpoint is chosen."""
+    best, patience = train.keep_best, train.patience
+    if best is None:
+        if patience is not None:
+            yield (
+                f"train.patience={patience} needs the figure that has to improve: "
+                "train.keep_best=held_out.accuracy for the largest, -held_out.loss for the smallest"
+            )
+        return
+    name = best.removeprefix("-")
+    if not name.startswith(HELD_OUT) or name == HELD_OUT:
+        yield (
+            f"train.keep_best={best} is no held-out figure, which are named {HELD_OUT}NAME; try "
+            f"train.keep_best={'-' * best.startswith('-')}{HELD_OUT}{name.rpartition('.')[2]}"
+        )
+
+
 def _any_job(config: Config) -> Iterator[str]:
     ranks = node_range(config.cluster.nodes)[1] * config.cluster.ranks_per_node
     if ranks > MOST_RANKS:
@@ -325,6 +345,7 @@ def _any_job(config: Config) -> Iterator[str]:
             "train.initial_weights and train.initial_state both say where the weights begin; "
             "initial_state has the optimizer and the place in the data, too: leave one out"
         )
+    yield from _best_figure(config.train)
     at_once(config.sweep.parallel)
     yield from search_problems(config.sweep)
     yield from accumulation_problems(config.accumulation)

@@ -228,6 +228,8 @@ class TrainConfig:
     evaluate_every: int | None = number(None, least=0)
     checkpoint_every: int | None = number(None, least=0)
     keep_checkpoints: int = number(2, least=1, most=10**6)
+    keep_best: str | None = None
+    patience: int | None = number(None, least=1)
     checkpoint_in_background: bool = False
     loader_workers: int = number(0, least=0, most=4096)
     on_non_finite: str = choice("stop", "skip")

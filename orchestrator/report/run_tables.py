@@ -309,6 +309,8 @@ def print_closing(
             say(console, f"it was stopped: {result['why']}", "bold yellow")
         say(console, f"to go on from here: {command('resume', folder)}", "bold")
     elif summary.state == "finished" and not own:
+        if early := result.get("ended_early"):
+            say(console, f"it ended early: {early}", "bold")
         say(console, f"to compare with another run: {command('compare', folder)} OTHER")
 
 
@@ -346,6 +348,9 @@ def _rows(
     ]
     for name, value in summary.metrics.items():
         rows.append((f"held-out {name}", format_number(value), "bold"))
+    if best := result.get("best"):
+        after = f" after update {format_count(best['updates'])}"
+        rows.append((f"best {best['figure']}", f"{format_number(best['value'])}{after}", "bold"))
     rows += _restarts(result.get("restarts") or [])
     rows += _survived(result)
     rows += [

@@ -21,12 +21,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Literal, Protocol, TypeVar
 
 from safetensors import SafetensorError
 
 from orchestrator.errors import OrchestratorError, RunFolderError
 from orchestrator.rundir.files import (
+    FULL_ERRORS,
     blocks,
     is_folder,
     make_folder,
@@ -49,6 +50,7 @@ SHARDS = "DCP_SHARDING_INFO"  # in a part's metadata: the place of each shard, a
 PREFIX = "update-"
 PARTIAL = ".partial-"
 NAME = re.compile(rf"{PREFIX}([0-9]{{1,18}})")
+BEST: Final = "best"  # in references
 READS = 5
 T = TypeVar("T")
 
@@ -196,6 +198,37 @@ def commit_checkpoint(partial: Path, state: Mapping[str, Any], *, keep: int) -> 
         shutil.rmtree(old, ignore_errors=True)
 
 
+def keep_best(checkpoints: Path, best: Path, updates: int) -> None:
+    """Keep the checkpoint after so many updates as the only one in the folder `best`.
+
+    Its files are the same as in `checkpoints`, where it will be removed, or copies of them where
+    the file system has no hard links. Raises `OSError` if it cannot be kept.
+    """
+    kept = folder_of(best, updates)
+    if not kept.exists():
+        if not best.exists():
+            make_folder(best)
+        partial = partial_folder(best, updates, os.getpid())
+        with _removed_on_error(partial):
+            shutil.rmtree(partial, ignore_errors=True)
+            make_folder(partial)
+            for file in sorted(folder_of(checkpoints, updates).iterdir()):
+                try:
+                    os.link(file, partial / file.name)
+                except OSError as error:
+                    if error.errno in FULL_ERRORS:
+                        raise
+                    shutil.copyfile(file, partial / file.name)
+                    _sync(partial / file.name)
+            _sync(partial)
+            partial.rename(kept)
+            _sync(best)
+    remove_partial(best)
+    for other in list_checkpoints(best):
+        if other != kept:
+            shutil.rmtree(other, ignore_errors=True)
+
+
 @contextmanager
 def _removed_on_error(partial: Path) -> Generator[None]:
     """Remove a checkpoint that cannot be written; safetensors' errors of a disk are `OSError`."""
@@ -232,16 +265,45 @@ def remove_partial(checkpoints: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def split_reference(text: str) -> tuple[str, int | None]:
-    """Return the run's folder, and the updates, of `RUN` or `RUN@UPDATES`.
+def split_reference(text: str) -> tuple[str, int | Literal["best"] | None]:
+    """Return the run's folder, and which checkpoint, of `RUN`, `RUN@UPDATES` or `RUN@best`.
 
-    >>> split_reference("runs/a"), split_reference("runs/a@4000")
-    (('runs/a', None), ('runs/a', 4000))
+    >>> split_reference("runs/a"), split_reference("runs/a@4000"), split_reference("runs/a@best")
+    (('runs/a', None), ('runs/a', 4000), ('runs/a', 'best'))
     """
     folder, _, updates = text.rpartition("@")
+    if folder and updates == BEST:
+        return folder, BEST
     if folder and re.fullmatch("[0-9]{1,18}", updates):
         return folder, int(updates)
     return text, None
+
+
+def kept_checkpoint(run: RunDir, which: int | Literal["best"]) -> Path:
+    """Return the folder of a run's checkpoint after so many updates, or of its best one.
+
+    Raises:
+        RunFolderError: there is none; the message names those that there are.
+    """
+    best = list_checkpoints(run.best)
+    if which == BEST:
+        if not best:
+            raise RunFolderError(
+                "no checkpoint is kept as its best one (train.keep_best=held_out.NAME keeps one)"
+            )
+        return best[-1]
+    saved = list_checkpoints(run.checkpoints)
+    for folder in (*saved, *best):
+        if folder.name == folder_of(run.checkpoints, which).name:
+            return folder
+    there = [f"{run.path}@{int(folder.name.removeprefix(PREFIX))}" for folder in saved]
+    there += [f"{run.path}@{BEST}" for _ in best]
+    raise RunFolderError(
+        f"there is no checkpoint after update {which}; there are {', '.join(there)} "
+        "(train.keep_checkpoints)"
+        if there
+        else "that run has no checkpoint yet"
+    )
 
 
 def list_checkpoints(checkpoints: Path) -> list[Path]:

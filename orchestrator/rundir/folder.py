@@ -77,6 +77,7 @@ class RunDir:
     initial_state = _below("initial_state")  # a copy of another run's checkpoint
     logs = _below("logs")
     checkpoints = _below("checkpoints")
+    best = _below("best")  # the checkpoint of the best evaluation
     tensorboard = _below("tensorboard")
     mlflow = _below("mlruns")
     wandb = _below("wandb")
@@ -280,7 +281,14 @@ class RunDir:
                 raise RunFolderError(
                     f"{self.path} is not a run folder: it has no {self.config.name}"
                 )
-            written = (self.logs, self.checkpoints, self.tensorboard, self.mlflow, self.wandb)
+            written = (
+                self.logs,
+                self.checkpoints,
+                self.best,
+                self.tensorboard,
+                self.mlflow,
+                self.wandb,
+            )
             for folder in (*written, self.attempts, self.code, self.submitit):
                 is_folder(folder)
             self.attempt_numbers()

@@ -28,6 +28,7 @@ from orchestrator.rundir.files import open_nofollow, read_bytes
 from orchestrator.rundir.warnings import warn
 
 Record = dict[str, Any]
+HELD_OUT = "held_out."  # begins the names of figures of evaluations
 RECENT_BYTES = 64 * 1024
 KEPT_BYTES = 4 * 1024**2
 """Largest file whose records are kept (some 30 MiB), which saves reading them again."""

@@ -50,7 +50,7 @@ from orchestrator.report.status_tables import describe_trial, print_search
 from orchestrator.report.terminal import command, say
 from orchestrator.rundir.files import PRIVATE_FILE, make_folder, read_json, write_json
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.metrics import Tail
+from orchestrator.rundir.metrics import HELD_OUT, Tail
 from orchestrator.rundir.outcome import describe_culprit
 from orchestrator.rundir.status import OVER, UNREADABLE, find_runs
 from orchestrator.sweep.local import LocalCapacity, LocalQueue, PointResult
@@ -307,7 +307,6 @@ class Trial:
     pruned: str = ""
 
 
-HELD_OUT = "held_out."
 """Prefix of the figures of a job's evaluation. `loss` alone is the training's."""
 
 

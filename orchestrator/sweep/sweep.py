@@ -215,7 +215,7 @@ def _task_of_run(
     action = Action.IN_PROGRESS
     if status.state in OVER:
         resumed = resumption(run, config, overrides, config_dir)
-        trained = status.state == "finished" and (resumed.plan.updates or 0) <= status.updates
+        trained = resumed.is_complete(run.read_result())
         action, config = (Action.NOTHING, config) if trained else (Action.RESUME, resumed.config)
         with submission_directory(run):
             inputs = [] if trained else changed_inputs(run, resumed)

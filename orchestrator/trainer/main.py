@@ -28,8 +28,10 @@ from orchestrator.errors import (
 )
 from orchestrator.rundir.checkpoints import remove_partial
 from orchestrator.rundir.files import write_json
+from orchestrator.rundir.metrics import read_metrics
 from orchestrator.rundir.warnings import warn
 from orchestrator.trainer.agent_link import PositionMarks
+from orchestrator.trainer.best import BestCheckpoint
 from orchestrator.trainer.evaluation import HeldOutEvaluation, joined_figures
 from orchestrator.trainer.setup import Training, set_up
 from orchestrator.trainer.stop import Follower, LeaveInTime, StopFlag, restart_note
@@ -130,6 +132,7 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
                 raise why
         if (group.rank == 0) != (training.recorder is not None):
             raise RuntimeError(f"rank {group.rank} of a group, of which only rank 0 writes")
+        best = training.best = _best(training, group.rank)
         loop = TrainingLoop(
             windows=RankWindows(
                 training.planned,
@@ -148,6 +151,7 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
             # SLURM may end the step when a lost node comes back, and more losses may follow.
             checkpoint_soon=membership is not None and bool(membership.changes),
             evaluate=evaluate if group.rank == 0 or training.evaluates_together else None,
+            judge=best and best.judge,
         )
         held_out = None
         if training.held_out is not None:
@@ -189,6 +193,21 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
         finally:
             if held_out is not None:
                 held_out.close()
+
+
+def _best(training: Training, rank: int) -> BestCheckpoint | None:
+    """Return what watches the figure of `train.keep_best` in a new group."""
+    train = training.config.train
+    if train.keep_best is None:
+        return None
+    evaluations = None
+    if rank == 0:
+        recorded = read_metrics(training.run.metrics).evaluations
+        evaluations = (line for line in recorded if line["update"] < training.progress.updates)
+    gather = training.engine.gather
+    return BestCheckpoint(
+        train.keep_best, train.patience, training.checkpoints, gather, evaluations
+    )
 
 
 def _speeds(training: Training, rank: int, ranks: int) -> MeasuredSpeeds | None:

@@ -30,7 +30,14 @@ from orchestrator.errors import (
     OrchestratorError,
     RunFolderError,
 )
-from orchestrator.job import REQUIRED_METHODS, Job, dataset_of, has_own_rate, is_coupled
+from orchestrator.job import (
+    REQUIRED_METHODS,
+    Job,
+    dataset_of,
+    evaluates,
+    has_own_rate,
+    is_coupled,
+)
 from orchestrator.plan.order import Shards
 from orchestrator.plan.parts import JobFacts, branch_in
 from orchestrator.plan.plan import Plan
@@ -53,6 +60,7 @@ from orchestrator.rundir.metrics import (
 from orchestrator.rundir.outcome import State
 from orchestrator.rundir.warnings import warn
 from orchestrator.snapshot import code_state, folder_of, submitted
+from orchestrator.trainer.best import BestCheckpoint
 from orchestrator.trainer.consistency_checks import (
     agreed_lengths,
     agreed_samples,
@@ -80,6 +88,7 @@ class Training:
         updates: of the whole run.
         rates: the job's own learning rates, if any.
         held_out: what all ranks evaluate together; None where the job has none.
+        best: watches the figure of `train.keep_best`, in the present group.
         membership: None where losses are not survived.
         recorder: on rank 0, the one that writes. If that rank dies, another makes its own.
         in_boundary: weights and optimizer may be changing.
@@ -95,6 +104,7 @@ class Training:
     updates: int
     rates: Callable[[int], float] | None
     held_out: HeldOutData | None = None
+    best: BestCheckpoint | None = None
     membership: GroupMembership | None = None
     progress: TrainingProgress = field(default_factory=TrainingProgress)
     recorder: Recorder | None = None
@@ -213,6 +223,17 @@ class Training:
                 "(train.on_non_finite=skip, or float16), or nothing in it counted (a weight of 0)"
             )
 
+    def _best_figure(self) -> dict[str, Any]:
+        """Return what result.json says of the best evaluation."""
+        figure = None if self.best is None else self.best.figure
+        if figure is None or not figure.updates:
+            return {}
+        found: dict[str, Any] = {"best": figure.to_json()}
+        if self.progress.ended_early:
+            many = plural(figure.without, "evaluation")
+            found["ended_early"] = f"no better {figure.stated} in {many}"
+        return found
+
     def facts_of_ranks(self) -> dict[str, Any]:
         """Return values of result.json that all ranks know together. Collective.
 
@@ -254,6 +275,7 @@ class Training:
             "planned_collectives_per_update": self.planned.traffic.collectives,
             "culprit": None,
             "restarts": self.run.restarts(),
+            **self._best_figure(),
             **{key: notes for key, notes in changes.items() if notes},
         }
 
@@ -325,7 +347,7 @@ def _set_up(worker: WorkerProcess) -> Training:
     assert planned.updates is not None  # noqa: S101  # the data set is known here
     checkpoints = Checkpoints(
         run.checkpoints, engine, run=run.identity, keep=config.train.keep_checkpoints,
-        background=config.train.checkpoint_in_background,
+        background=config.train.checkpoint_in_background, best=run.best,
     )  # fmt: skip
     training = Training(
         run=run, attempt=attempt, config=config, engine=engine, checkpoints=checkpoints,
@@ -333,6 +355,11 @@ def _set_up(worker: WorkerProcess) -> Training:
         updates=planned.updates, rates=own_rates(job, config.schedule, engine, planned.updates),
         held_out=agreed_held_out(engine, job, by_length=planned.work is not None),
     )  # fmt: skip
+    if config.train.keep_best is not None and training.held_out is None and not evaluates(job):
+        raise ConfigError(
+            f"train.keep_best={config.train.keep_best}: {type(job).__name__} has no held-out "
+            "figures, as it defines neither evaluate(model) nor validation()"
+        )
     progress = training.progress
     if config.run.survive:
         training.membership = GroupMembership(
