@@ -156,7 +156,7 @@ def turn(words):
     """Sort key: read-only commands, then `cancel` (ranks before runs), `resume`, and its logs."""
     module, rest = split(words)
     verb = rest[0] if module == "orchestrator" and rest else ""
-    order = {"cancel": 1, "resume": 2, "logs": 3, "attach": 3}
+    order = {"cancel": 1, "resume": 2, "logs": 3, "attach": 3, "wait": 3}
     return order.get(verb, 0), -len(rest[-1]) if verb == "cancel" else len(rest)
 
 
