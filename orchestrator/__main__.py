@@ -203,12 +203,21 @@ def status(
     runs: Annotated[
         list[Path] | None, typer.Argument(help="Run folders, or a sweep's; none: all in runs/.")
     ] = None,
+    sort: Annotated[
+        str | None,
+        typer.Option("--sort", help="The largest first: held_out.accuracy; -loss: the smallest."),
+    ] = None,
+    columns: Annotated[
+        str | None,
+        typer.Option("--columns", help="With commas: loss, held_out.NAME, best, note, a key, …"),
+    ] = None,
+    tag: Annotated[str | None, typer.Option("--tag", help="Only runs with it in run.tags.")] = None,
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
     """Print the states of runs: waiting, running or ended, on any cluster."""
     del verbose
-    from orchestrator.cli.status import expand, statuses
+    from orchestrator.cli.status import columns_of, expand, sorted_by, statuses
     from orchestrator.report import status_tables as tables
     from orchestrator.rundir.status import find_runs
 
@@ -221,17 +230,28 @@ def status(
     unbegun = search is not None and not find_runs(paths[0])
     found, sentences = statuses([] if unbegun else expand(paths))
     sentences += damage
+    if tag is not None:
+        found = [status for status in found if tag in status.tags]
+    names = [name.strip() for name in (columns or "").split(",") if name.strip()]
+    if sort is not None:
+        found = sorted_by(found, sort)
+        names += [sort.removeprefix("-")] if columns is None else []
+    shown = columns_of(found, names) if names and found else None
     console = Console()
     for sentence in sentences:
         say(Console(stderr=True), f"warning: {sentence}", "yellow")
     if as_json:
         rows = [status.to_json() for status in found]
+        for index, row in enumerate(rows):
+            row |= {name: column[index] for name, column in (shown or {}).items()}
         print_json(tables.with_trials(rows, search) if search else rows)
         return
-    if len(paths) == 1 and [status.folder for status in found] == paths:
+    if len(paths) == 1 and [status.folder for status in found] == paths and shown is None:
         tables.print_run(found[0], console)
     elif found:
-        tables.print_status(found, console, Path.cwd())
+        tables.print_status(found, console, Path.cwd(), shown)
+    elif tag is not None:
+        say(console, f"no run has the tag {tag}")
     elif not paths:
         say(console, "there are no runs in runs/")
     if search is not None:
