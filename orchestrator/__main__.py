@@ -363,19 +363,29 @@ def compare(
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Print the largest relative difference between the final weights of two runs."""
+    """Print the largest relative difference between the final weights of two runs, and how their
+    settings and losses differ.
+    """
     del verbose
     from orchestrator.cli.inputs import code_differences
     from orchestrator.report import compare as comparing
     from orchestrator.report.compare import differing, print_comparison
+    from orchestrator.report.compare_runs import compare_curves, differing_settings, print_runs
     from orchestrator.runs import weights_file
 
     found = comparing.compare(weights_file(a), weights_file(b))
+    runs = None if a.is_file() or b.is_file() else (RunDir(a.absolute()), RunDir(b.absolute()))
     if as_json:
         # An infinite difference is `Infinity`: null would pass for small in too many scripts.
-        print_json(asdict(found))
+        more: dict[str, Any] = {}
+        if runs:
+            settings, curves = differing_settings(*runs), compare_curves(*runs)
+            more = {"settings": settings, "losses": asdict(curves)}
+        print_json({**asdict(found), **more})
     else:
         print_comparison(found, Console(), tensors=tensors)
+        if runs:
+            print_runs(*runs, Console())
         unlike = differing(RunDir(a).read_environment(), RunDir(b).read_environment())
         for name, values in unlike.items():
             say(Console(), f"computed with another {name}: {values}", "yellow")
@@ -424,10 +434,11 @@ def export(
 
 @verb("report RUN --format csv")
 def report(
-    run: Annotated[Path, typer.Argument(help="A run folder, or a sweep's.")],
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, or sweeps': on one page.")],
     form: Annotated[str, typer.Option("--format", help="html (a page), csv or json.")] = "html",
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="A file; a page's is RUN/report.html.")
+        Path | None,
+        typer.Option("-o", "--output", help="A file; a page's is RUN/report.html, or report.html."),
     ] = None,
     verbose: Verbose = False,
 ) -> None:
@@ -435,7 +446,8 @@ def report(
     del verbose
     from orchestrator.report.page import write_report
 
-    if (page := write_report(run.absolute(), form, output)) is not None:
+    first, *others = (run.absolute() for run in runs)
+    if (page := write_report(first, form, output, others)) is not None:
         say(Console(), f"report: {page}")
 
 
