@@ -203,12 +203,21 @@ def status(
     runs: Annotated[
         list[Path] | None, typer.Argument(help="Run folders, or a sweep's; none: all in runs/.")
     ] = None,
+    sort: Annotated[
+        str | None,
+        typer.Option("--sort", help="The largest first: held_out.accuracy; -loss: the smallest."),
+    ] = None,
+    columns: Annotated[
+        str | None,
+        typer.Option("--columns", help="With commas: loss, held_out.NAME, best, note, a key, …"),
+    ] = None,
+    tag: Annotated[str | None, typer.Option("--tag", help="Only runs with it in run.tags.")] = None,
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
     """Print the states of runs: waiting, running or ended, on any cluster."""
     del verbose
-    from orchestrator.cli.status import expand, statuses
+    from orchestrator.cli.status import columns_of, expand, sorted_by, statuses
     from orchestrator.report import status_tables as tables
     from orchestrator.rundir.status import find_runs
 
@@ -221,17 +230,28 @@ def status(
     unbegun = search is not None and not find_runs(paths[0])
     found, sentences = statuses([] if unbegun else expand(paths))
     sentences += damage
+    if tag is not None:
+        found = [status for status in found if tag in status.tags]
+    names = [name.strip() for name in (columns or "").split(",") if name.strip()]
+    if sort is not None:
+        found = sorted_by(found, sort)
+        names += [sort.removeprefix("-")] if columns is None else []
+    shown = columns_of(found, names) if names and found else None
     console = Console()
     for sentence in sentences:
         say(Console(stderr=True), f"warning: {sentence}", "yellow")
     if as_json:
         rows = [status.to_json() for status in found]
+        for index, row in enumerate(rows):
+            row |= {name: column[index] for name, column in (shown or {}).items()}
         print_json(tables.with_trials(rows, search) if search else rows)
         return
-    if len(paths) == 1 and [status.folder for status in found] == paths:
+    if len(paths) == 1 and [status.folder for status in found] == paths and shown is None:
         tables.print_run(found[0], console)
     elif found:
-        tables.print_status(found, console, Path.cwd())
+        tables.print_status(found, console, Path.cwd(), shown)
+    elif tag is not None:
+        say(console, f"no run has the tag {tag}")
     elif not paths:
         say(console, "there are no runs in runs/")
     if search is not None:
@@ -343,19 +363,29 @@ def compare(
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Print the largest relative difference between the final weights of two runs."""
+    """Print the largest relative difference between the final weights of two runs, and how their
+    settings and losses differ.
+    """
     del verbose
     from orchestrator.cli.inputs import code_differences
     from orchestrator.report import compare as comparing
     from orchestrator.report.compare import differing, print_comparison
+    from orchestrator.report.compare_runs import compare_curves, differing_settings, print_runs
     from orchestrator.runs import weights_file
 
     found = comparing.compare(weights_file(a), weights_file(b))
+    runs = None if a.is_file() or b.is_file() else (RunDir(a.absolute()), RunDir(b.absolute()))
     if as_json:
         # An infinite difference is `Infinity`: null would pass for small in too many scripts.
-        print_json(asdict(found))
+        more: dict[str, Any] = {}
+        if runs:
+            settings, curves = differing_settings(*runs), compare_curves(*runs)
+            more = {"settings": settings, "losses": asdict(curves)}
+        print_json({**asdict(found), **more})
     else:
         print_comparison(found, Console(), tensors=tensors)
+        if runs:
+            print_runs(*runs, Console())
         unlike = differing(RunDir(a).read_environment(), RunDir(b).read_environment())
         for name, values in unlike.items():
             say(Console(), f"computed with another {name}: {values}", "yellow")
@@ -404,10 +434,11 @@ def export(
 
 @verb("report RUN --format csv")
 def report(
-    run: Annotated[Path, typer.Argument(help="A run folder, or a sweep's.")],
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, or sweeps': on one page.")],
     form: Annotated[str, typer.Option("--format", help="html (a page), csv or json.")] = "html",
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="A file; a page's is RUN/report.html.")
+        Path | None,
+        typer.Option("-o", "--output", help="A file; a page's is RUN/report.html, or report.html."),
     ] = None,
     verbose: Verbose = False,
 ) -> None:
@@ -415,7 +446,8 @@ def report(
     del verbose
     from orchestrator.report.page import write_report
 
-    if (page := write_report(run.absolute(), form, output)) is not None:
+    first, *others = (run.absolute() for run in runs)
+    if (page := write_report(first, form, output, others)) is not None:
         say(Console(), f"report: {page}")
 
 

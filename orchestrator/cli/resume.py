@@ -45,7 +45,7 @@ from orchestrator.rundir.checkpoints import (
     weights_of,
 )
 from orchestrator.rundir.files import is_own, read_text, write_atomically, write_json
-from orchestrator.rundir.folder import INITIAL_DIGEST, RESUMES, RunDir
+from orchestrator.rundir.folder import INITIAL_DIGEST, LABELS, RESUMES, RunDir
 from orchestrator.units import format_count, plural
 
 
@@ -463,6 +463,12 @@ def refuse_changed(found: Mapping[str, Sequence[str]]) -> None:
     raise ConfigError("\n".join([*sentences, ways]))
 
 
+def labels_of(config: Config) -> dict[str, Any]:
+    """Return what a person calls the run, for submission.json, which `status` reads."""
+    values = {name: getattr(config.run, name) for name in LABELS}
+    return {name: value for name, value in values.items() if value}
+
+
 def record(run: RunDir, resumed: Resumption, attempt: int, inputs: Sequence[str]) -> None:
     """Write down that a person asked for `attempt`, and with what; then change config.yaml.
 
@@ -496,6 +502,7 @@ def record(run: RunDir, resumed: Resumption, attempt: int, inputs: Sequence[str]
     run.write_config(to_yaml(resumed.config))
     write_json(run.plan, resumed.plan.to_json())
     cluster = cluster_of(resumed.config)
-    write_json(run.submission, {**run.read_submission(), **cluster.placed})
+    noted = {k: v for k, v in run.read_submission().items() if k not in LABELS}
+    write_json(run.submission, {**noted, **labels_of(resumed.config), **cluster.placed})
     if cluster.attended and run.handle.exists():  # the job that it names is over
         run.handle.rename(run.attempt(made - 1) / run.handle.name) if made else run.handle.unlink()

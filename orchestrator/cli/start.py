@@ -20,6 +20,7 @@ from orchestrator.cli.resume import (
     check_own,
     initial_weights,
     keep_initial_weights,
+    labels_of,
     record,
     refuse_changed,
     resumption,
@@ -235,7 +236,7 @@ def prepared_run(
                     "time": time.time(), "command": sys.argv, "overrides": list(overrides),
                     "flags": list(flags), "folder": str(Path.cwd()), **cluster.placed,
                 }  # fmt: skip
-                noted = notes or {INPUTS: inputs_of(config)}
+                noted = {**(notes or {INPUTS: inputs_of(config)}), **labels_of(config)}
                 write_json(run.submission, {**submission, **digest, **admission.notice, **noted})
                 yield PreparedRun(run=run, cluster=cluster, request=request, output=output)
         except BaseException as error:  # rich ends this process where its reader has ended

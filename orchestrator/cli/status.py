@@ -10,14 +10,23 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from orchestrator.cli.follow import handle_of, resolve_submissions
 from orchestrator.clusters.api import Cluster, class_of
-from orchestrator.errors import ClusterError, ConfigError, RunFolderError
+from orchestrator.config.changes import flat
+from orchestrator.errors import (
+    ClusterError,
+    ConfigError,
+    RunFolderError,
+    UsageError,
+    did_you_mean,
+)
 from orchestrator.report.terminal import LogReader, command
 from orchestrator.rundir.files import is_full
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import is_locked, signal_holder
+from orchestrator.rundir.metrics import HELD_OUT
 from orchestrator.rundir.outcome import describe_stop
 from orchestrator.rundir.status import (
     ENDED_STATES,
@@ -80,6 +89,71 @@ def statuses(runs: Iterable[RunDir]) -> tuple[list[RunStatus], list[str]]:
         if found[path].state not in UNREADABLE:
             found[path] = replace(found[path], state="unknown", reason=why)
     return [found[run.path] for run in runs], sentences
+
+
+STATUS_FIELDS = (
+    "state", "cluster", "job_id", "nodes", "updates", "total", "loss", "learning_rate",
+    "samples_per_second", "seconds_left", "attempts", "restarts", "lost_updates", "tags", "note",
+)  # fmt: skip
+"""Of `RunStatus`, that may be columns of `status`."""
+
+
+def columns_of(found: Sequence[RunStatus], names: Sequence[str]) -> dict[str, list[Any]]:
+    """Return a value of each run, for each of these names; None where it has none.
+
+    Args:
+        names: fields of `RunStatus` (`STATUS_FIELDS`), `held_out.NAME` (the latest), `best`
+            (of `train.keep_best`), `seconds` (of training), or keys of the configuration.
+
+    Raises:
+        UsageError: no run has a value of that name.
+    """
+    columns: dict[str, list[Any]] = {name: [] for name in names}
+    known = {*STATUS_FIELDS, "best", "seconds"}
+    for status in found:
+        settings: dict[str, Any] | None = None
+        result: dict[str, Any] | None = None
+        known |= {f"{HELD_OUT}{name}" for name in status.evaluation}
+        for name, column in columns.items():
+            value = None
+            if status.state in UNREADABLE:
+                pass
+            elif name in STATUS_FIELDS:
+                value = getattr(status, name)
+            elif name.startswith(HELD_OUT):
+                value = status.evaluation.get(name.removeprefix(HELD_OUT))
+            elif name in ("best", "seconds"):
+                result = result or RunDir(status.folder).read_result() or {}
+                value = result.get(name)
+                value = value["value"] if isinstance(value, dict) else value
+            else:
+                if settings is None:
+                    settings = dict(flat(RunDir(status.folder).read_config()))
+                    known |= settings.keys()
+                value = settings.get(name)
+            column.append(value)
+    for name, column in columns.items():
+        if name not in known and all(value is None for value in column):
+            raise UsageError(f"no run has a value of '{name}'{did_you_mean(name, known)}")
+    return columns
+
+
+def sorted_by(found: Sequence[RunStatus], figure: str) -> list[RunStatus]:
+    """Return runs by a figure, the best first: the largest, or with a minus before the figure the
+    smallest. Runs without it come last.
+
+    Raises:
+        UsageError: no run has it.
+    """
+    name = figure.removeprefix("-")
+    [values] = columns_of(found, [name]).values()
+    pairs = list(zip(values, found, strict=True))
+    numbers = [(value, run) for value, run in pairs if isinstance(value, int | float)]
+    texts = [(str(value), run) for value, run in pairs if not isinstance(value, int | float | None)]
+    numbers.sort(key=lambda pair: pair[0], reverse=name == figure)
+    texts.sort(key=lambda pair: pair[0], reverse=name != figure)
+    none = [run for value, run in pairs if value is None]
+    return [*(run for _, run in numbers), *(run for _, run in texts), *none]
 
 
 def _read_status(run: RunDir) -> RunStatus:

@@ -260,6 +260,8 @@ class RunConfig:
 
     dir: str | None = None
     name: str | None = None
+    tags: list[str] = field(default_factory=list[str])
+    note: str | None = None
     watch: bool | None = None
     snapshot: bool = True
     max_restarts: int = number(0, least=0, most=10**6)

@@ -7,7 +7,7 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -117,8 +117,14 @@ FORMATS: Mapping[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-def write_report(path: Path, form: str, output: Path | None) -> Path | None:
+def write_report(
+    path: Path, form: str, output: Path | None, others: Sequence[Path] = ()
+) -> Path | None:
     """Write the report of a run or a sweep: whole or not at all, and for its owner alone.
+
+    Args:
+        output: by default a page is written into the folder, or if there are `others`, which are
+            on the same page, into the working folder.
 
     Returns:
         The file; None where it was printed.
@@ -129,11 +135,11 @@ def write_report(path: Path, form: str, output: Path | None) -> Path | None:
     """
     if form not in FORMATS:
         raise UsageError(f"--format={form}: choose one of {', '.join(FORMATS)}")
-    made = FORMATS[form](data_of(path))
+    made = FORMATS[form](data_of(path, *others))
     if output is None and form != "html":
         sys.stdout.write(made)
         return None
-    target = output or path / "report.html"
+    target = output or (Path.cwd() if others else path) / "report.html"
     try:
         write_atomically(target, made)
     except OSError as error:

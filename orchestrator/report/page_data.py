@@ -94,8 +94,8 @@ FIGURES: Sequence[tuple[str, str, Callable[[float | None], str]]] = (
 )
 
 
-def data_of(path: Path) -> dict[str, Any]:
-    """Return the page's data of a run's folder, or of every run in a sweep's folder.
+def data_of(path: Path, *others: Path) -> dict[str, Any]:
+    """Return the page's data of a run's folder, or of every run in a sweep's folder; or of several.
 
     A damaged run of a sweep is named among the sentences. There are no secrets in it, and no
     escape sequences.
@@ -103,10 +103,14 @@ def data_of(path: Path) -> dict[str, Any]:
     Raises:
         RunFolderError: there is no run, or none that can be read.
     """
-    folders = find_runs(path)
-    if not folders:
-        RunDir(path).existing()
-        raise RunFolderError(f"there is no run in {path}")
+    paths = [path, *others]
+    folders: list[Path] = []
+    for one in paths:
+        there = find_runs(one)
+        if not there:
+            RunDir(one).existing()
+            raise RunFolderError(f"there is no run in {one}")
+        folders += [folder for folder in there if folder not in folders]
     sound: list[tuple[RunDir, dict[str, Any]]] = []
     unreadable: list[str] = []
     for folder in folders:
@@ -143,7 +147,7 @@ def data_of(path: Path) -> dict[str, Any]:
         raise RunFolderError("\n".join(unreadable))
     search: dict[str, Any] | None = None
     try:
-        search = RunDir(path).read_search()
+        search = None if others else RunDir(path).read_search()
     except RunFolderError as error:
         unreadable.append(str(error))
     sweep = len(runs) > 1
@@ -154,8 +158,8 @@ def data_of(path: Path) -> dict[str, Any]:
         if not unique:  # charts identify their lines by names
             run["name"] += f" ({point})"
     data = {
-        "title": path.name,
-        "path": str(path),
+        "title": ", ".join(one.name for one in paths),
+        "path": ", ".join(map(str, paths)),
         "sweep": sweep,
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "runs": runs,

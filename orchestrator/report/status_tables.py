@@ -78,6 +78,18 @@ def _cells(run: RunStatus, here: Path) -> list[str]:
     ]
 
 
+def _is_numeric(values: Sequence[Any]) -> bool:
+    return all(value is None or isinstance(value, int | float) for value in values)
+
+
+def _shown(value: Any) -> str:
+    if value is None or value == []:
+        return NONE
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return format_count(value) if isinstance(value, int) else format_number(value)
+
+
 def remark(run: RunStatus) -> str | None:
     """Return what does not fit a column: the reason of its state, or of its latest restart."""
     if run.reason:
@@ -92,16 +104,36 @@ def remark(run: RunStatus) -> str | None:
     return None
 
 
-def print_status(runs: Sequence[RunStatus], console: Console, here: Path) -> None:
-    """Print the states of runs. Names stay whole, however narrow the terminal."""
+def print_status(
+    runs: Sequence[RunStatus],
+    console: Console,
+    here: Path,
+    columns: Mapping[str, Sequence[Any]] | None = None,
+) -> None:
+    """Print the states of runs. Names stay whole, however narrow the terminal.
+
+    Args:
+        columns: a value for each run, by heading; in place of those that are chosen here.
+    """
     rows = [_cells(run, here) for run in runs]
-    kept = [
-        index
-        for index, heading in enumerate(HEADINGS)
-        if heading in ALWAYS or any(row[index] != NONE for row in rows)
+    headings = [*HEADINGS, *(columns or ())]
+    for index, row in enumerate(rows):
+        row += [_shown(column[index]) for column in (columns or {}).values()]
+    if columns is None:
+        kept = [
+            index
+            for index, heading in enumerate(HEADINGS)
+            if heading in ALWAYS or any(row[index] != NONE for row in rows)
+        ]
+    else:
+        kept = [0, 1, *range(len(HEADINGS), len(headings))]
+    numeric = {name for name, values in (columns or {}).items() if _is_numeric(values)}
+    right = [
+        column
+        for column, index in enumerate(kept)
+        if headings[index] in RIGHT or headings[index] in numeric
     ]
-    right = [column for column, index in enumerate(kept) if HEADINGS[index] in RIGHT]
-    table = new_table([HEADINGS[index] for index in kept], right)
+    table = new_table([headings[index] for index in kept], right)
     for run, row in zip(runs, rows, strict=True):
         texts = [literal(row[index], console) for index in kept]
         texts[1].style = STATE_STYLES.get(run.state, "")
@@ -109,6 +141,7 @@ def print_status(runs: Sequence[RunStatus], console: Console, here: Path) -> Non
     unlimited = console.options.update(max_width=MOST_WIDE)
     while (width := Measurement.get(console, unlimited, table).maximum) > console.width:
         optional = [column for column in table.columns if column.header not in ALWAYS]
+        optional = [] if columns is not None else optional  # they were asked for
         if not (console.is_terminal and optional):
             break
         table.columns.remove(optional[-1])

@@ -38,6 +38,7 @@ MISSING_FOLDER_CHECKS = 4
 RESUMED = "resumed"  # why an attempt was needed, when a person asked for it
 INITIAL_DIGEST = "initial_weights_sha256"  # keys of submission.json
 BRANCH = "initial_state"
+LABELS = ("tags", "note")  # keys of submission.json: what a person calls the run
 RESUMES = "resumes"  # key of resumes.json: what each `resume` asked for, the latest last
 JOB_ID = re.compile(r"[0-9]{1,19}(_[0-9]{1,10})?")
 LAST_LINE = re.compile(r"\A(.*\n)# run ([0-9a-f]{32}), sha256 ([0-9a-f]{64})\n\Z", re.DOTALL)

@@ -47,6 +47,7 @@ class RunStatus:
         reason: why it is pending or unknown, why it failed, or why it cannot be read.
         culprit: which rank failed first, and on which node.
         program: what runs, where it is a training program as it is.
+        tags, note: what a person calls it (`run.tags`, `run.note`).
         warnings: of the latest attempt's ranks, each once, the latest last.
     """
 
@@ -73,6 +74,8 @@ class RunStatus:
     reason: str | None = None
     culprit: str | None = None
     program: str | None = None
+    tags: list[str] = field(default_factory=list[str])
+    note: str | None = None
     warnings: list[str] = field(default_factory=list[str])
 
     def to_json(self) -> dict[str, Any]:
@@ -100,6 +103,7 @@ def end_of(run: RunDir, result: Mapping[str, Any]) -> tuple[str, str | None]:
 def from_folder(run: RunDir) -> RunStatus:
     """Return the status by the folder alone. Raises one of `DAMAGE` if the folder is damaged."""
     plan, result, handle = run.read_plan(), run.read_result(), run.read_handle() or {}
+    submission = run.read_submission()
     state, reason = ("running", None) if result is None else end_of(run, result)
 
     records = recent_records(run.metrics)
@@ -139,6 +143,8 @@ def from_folder(run: RunDir) -> RunStatus:
         why=next((str(n["why"]) for n in reversed(notes) if not n["asked"]), None),
         reason=reason,
         culprit=name_of_culprit((result or {}).get("culprit") or {}),
+        tags=list(submission.get("tags") or ()),
+        note=submission.get("note"),
         program=" ".join(map(str, plan["program"]["argv"])) if plan.get("program") else None,
         warnings=[w.text for w in read_warnings(run.attempt(made - 1))] if made else [],
     )
