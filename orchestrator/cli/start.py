@@ -45,6 +45,13 @@ from orchestrator.notify import check_recipients
 from orchestrator.plan.parts import JobFacts
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.program import ProgramPlan, notes_of_program, plan_of_program
+from orchestrator.plan.recorded_speeds import (
+    BALANCE,
+    keep_speeds,
+    kept_speeds,
+    possible_ranks,
+    speeds_for,
+)
 from orchestrator.plugins import CLUSTERS, TRACKERS
 from orchestrator.report.terminal import command, say
 from orchestrator.rundir.checkpoints import (
@@ -100,6 +107,7 @@ def prepare(config: Config, *, new: bool = True) -> Plan | ProgramPlan:
         options_of(schema, config.tracker.options, "tracker.options")
     if new:
         initial_weights(config)
+        speeds_for(config.accumulation.balance, possible_ranks(config.cluster))
     branch = branch_of(config) if new else None
     facts = check_target(config.job["_target_"])
     check_constructor(config.job["_target_"], [key for key in config.job if key != "_target_"])
@@ -227,6 +235,7 @@ def prepared_run(
             with wrap_disk_errors(run), locked(run):
                 run.write_config(to_yaml(config))
                 write_json(run.plan, plan.to_json())
+                keep_speeds(config, run)
                 digest = keep_initial_weights(config, run)
                 digest |= keep_initial_state(
                     None if isinstance(plan, ProgramPlan) else plan.branch, run
@@ -297,8 +306,11 @@ def prepared_resume(
             if found is None and run.attempts_made():
                 notes.append(f"{run.path} has no checkpoint yet: it begins again at update 0")
             notes += passed_over
+        other_speeds = BALANCE in {change.key for change in resumed.changes}
         if resumed.changes:
             prepare(config, new=False)
+            if not other_speeds:
+                kept_speeds(config, run)
         cluster.trust(run, {change.key for change in resumed.changes})
         if standing := handle_of(run).in_progress():
             raise RunFolderError(
@@ -312,6 +324,8 @@ def prepared_resume(
         output.note(resumed.message, prose=True)
         for sentence in (*filter(None, [resumed.warning]), *notes):
             say(output.console, f"warning: {sentence}", "yellow", prose=True)
+        if other_speeds:
+            keep_speeds(config, run)
         record(run, resumed, attempt, inputs)
         if admission.notice:
             write_json(run.submission, {**run.read_submission(), **admission.notice})

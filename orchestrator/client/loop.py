@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
-from orchestrator.client.balance import MeasuredSpeeds
+from orchestrator.client.balance import Speeds
 from orchestrator.engine.api import BoundaryReport
 from orchestrator.engine.common.waiting import declared
 from orchestrator.plan.plan import Plan
@@ -92,7 +92,7 @@ class RankWindows:
         *,
         ranks: int | None = None,
         shard_ranks: Sequence[int] = (),
-        speeds: MeasuredSpeeds | None = None,
+        speeds: Speeds | None = None,
     ) -> None:
         self._planner, self.speeds = planner_of(plan), speeds
         if ranks is not None and ranks != plan.ranks:

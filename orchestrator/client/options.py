@@ -18,6 +18,7 @@ from orchestrator.plan.cost import lengths_of
 from orchestrator.plan.order import Shards
 from orchestrator.plan.parts import JobFacts
 from orchestrator.plan.plan import Plan
+from orchestrator.plan.recorded_speeds import SpeedChanges, speeds_for
 
 _SECTIONS = re.compile(r"\b(?:accumulation|train)\.(?=[a-z_]+\b)")
 _LEAST = {
@@ -28,6 +29,7 @@ _KINDS: Mapping[str, tuple[Any, str]] = {
     "state": (Mapping, "state={'rate': scheduler}"),
     "callbacks": ((list, tuple), "callbacks=[losses]"),
     "shards": ((Shards, type(None)), "shards=data.shards"),
+    "balance": (str, "balance='measured'"),
 }
 
 
@@ -45,7 +47,8 @@ class WindowOptions:
         pad_to: you pad a micro-batch to a multiple of it.
         cost: of a micro-batch, from its padded length and its number of samples, in any unit;
             without it, its padded tokens.
-        balance: "even", or "measured": by the speeds that ranks are seen to have.
+        balance: "even"; "measured": by the speeds that ranks are seen to have; or the folder of a
+            run, by the speeds that it has recorded.
         ragged: treatment of an epoch's last samples: "update", "drop" or "carry".
         seed: of the order of samples, and of the random numbers of every micro-step.
         shards: of a data set that is read shard after shard (`orchestrator.Shards`).
@@ -153,7 +156,7 @@ def plan_of(samples: int, options: WindowOptions, *, ranks: int, reduction: str)
         setattr(config.accumulation, name, getattr(options, name))
     for name in ("updates", "epochs", "seed"):
         setattr(config.train, name, getattr(options, name))
-    keys = ("accumulation.ragged", "accumulation.balance", "train.epochs")
+    keys = ("accumulation.ragged", "train.epochs")
     single = [BOUNDS[key].refusal(key, value_of(config, key)) for key in keys]
     problems = accumulation_problems(config.accumulation)
     if refused := [*beyond(plain(config)), *filter(None, single), *problems]:
@@ -167,6 +170,16 @@ def plan_of(samples: int, options: WindowOptions, *, ranks: int, reduction: str)
         )
         return Plan.of(config, known)
     except UsageError as error:
+        raise ConfigError(f"run.windows(): {as_options(str(error))}") from None
+
+
+def recorded_speeds_of(options: WindowOptions, ranks: int) -> SpeedChanges:
+    """Return the recorded speeds that these windows use; none where they use none. Raises
+    `ConfigError`.
+    """
+    try:
+        return speeds_for(options.balance, [ranks])
+    except ConfigError as error:
         raise ConfigError(f"run.windows(): {as_options(str(error))}") from None
 
 

@@ -34,6 +34,7 @@ from orchestrator.job import REQUIRED_METHODS, Job, dataset_of, has_own_rate, is
 from orchestrator.plan.order import Shards
 from orchestrator.plan.parts import JobFacts, branch_in
 from orchestrator.plan.plan import Plan
+from orchestrator.plan.recorded_speeds import SpeedChanges, kept_speeds
 from orchestrator.plugins import FRAMEWORKS
 from orchestrator.report.compare import warnings_of
 from orchestrator.report.run_tables import balance_text
@@ -81,6 +82,7 @@ class Training:
         rates: the job's own learning rates, if any.
         held_out: what all ranks evaluate together; None where the job has none.
         membership: None where losses are not survived.
+        recorded_speeds: that the run repeats, if any.
         recorder: on rank 0, the one that writes. If that rank dies, another makes its own.
         in_boundary: weights and optimizer may be changing.
     """
@@ -96,6 +98,7 @@ class Training:
     rates: Callable[[int], float] | None
     held_out: HeldOutData | None = None
     membership: GroupMembership | None = None
+    recorded_speeds: SpeedChanges = field(default_factory=list)
     progress: TrainingProgress = field(default_factory=TrainingProgress)
     recorder: Recorder | None = None
     in_boundary: bool = False
@@ -332,6 +335,7 @@ def _set_up(worker: WorkerProcess) -> Training:
         group=group, planned=planned,
         updates=planned.updates, rates=own_rates(job, config.schedule, engine, planned.updates),
         held_out=agreed_held_out(engine, job, by_length=planned.work is not None),
+        recorded_speeds=kept_speeds(config, run),
     )  # fmt: skip
     progress = training.progress
     if config.run.survive:

@@ -1,5 +1,6 @@
 """`run.windows`: the big batch's updates in a loop of one's own, wherever it was stopped."""
 
+import json
 import random
 import signal
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from orchestrator.plan.order import DataOrder
 from orchestrator.rundir.program_link import RUN
 from orchestrator.testing.processes import run_ranks
 from tests.engine.torch.jobs import numbers_of, sgd_accumulator
+from tests.run_folders import make_run, record
 
 SAMPLES = 53
 X = torch.randn(SAMPLES, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -454,3 +456,46 @@ def test_two_accumulators_share_windows_each_in_a_pass_of_its_own():
             ours.boundary()
     assert numbers_of(models[0]).equal(numbers_of(models[1]))
     assert not numbers_of(models[0]).equal(numbers_of(net()))
+
+
+def test_a_loop_is_dealt_by_the_speeds_that_a_run_has_recorded(tmp_path):
+    run = make_run(tmp_path / "run")
+    speeds = [1.0, 1.0], [1.5, 0.5]
+    lines = [json.dumps(record(n, speeds=speeds[n])) + "\n" for n in range(2)]
+    run.metrics.write_text("".join(lines))
+    options = {"global_batch": 16, "micro_batch": 4, "updates": 3, "balance": str(run.path)}
+
+    def rank(group):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        ours = Accumulator(model, optimizer, group)
+        sizes = []
+        for window in Run({}).windows(SAMPLES, ours, **options):
+            sizes.append(0)
+            for piece in window:
+                backward(ours, model, piece)
+                sizes[-1] += len(piece)
+            ours.boundary()
+        ours.close()
+        return sizes
+
+    assert run_in_threads(2, rank) == [[8, 12, 12], [8, 4, 4]]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "balance", "said"),
+    [
+        (3, "run", "its speeds are of 2 ranks, but this run has 3 ranks; start it on 2"),
+        (2, "measurd", "balance must be even, measured or the folder of a run .* did you mean"),
+    ],
+)
+def test_recorded_speeds_of_other_ranks_or_of_no_run_are_refused(tmp_path, ranks, balance, said):
+    run = make_run(tmp_path / "run")
+    run.metrics.write_text(json.dumps(record(0, speeds=[1.5, 0.5])) + "\n")
+    folder = str(run.path) if balance == "run" else balance
+
+    def rank(group):
+        with pytest.raises(ConfigError, match=said):
+            Training(group, global_batch=16, updates=1, balance=folder)
+
+    run_in_threads(ranks, rank)
