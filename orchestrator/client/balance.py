@@ -21,7 +21,7 @@ from operator import itemgetter
 from typing import Protocol
 
 from orchestrator.errors import JobError
-from orchestrator.plan.recorded_speeds import SpeedChanges, speeds_at
+from orchestrator.plan.recorded_speeds import BALANCE, SpeedChanges, speeds_at
 from orchestrator.rundir.warnings import warn
 
 INTERVAL = 4
@@ -97,6 +97,7 @@ class MeasuredSpeeds:
             the present window and later ones need.
         rows: each rank's newest speed and the digest of its node's name, for checkpoints. The list
             stays the same object.
+        setting: that asks for it, as a user spells it.
     """
 
     rank: int
@@ -105,6 +106,7 @@ class MeasuredSpeeds:
     gather: Gather
     changes: SpeedChanges = field(default_factory=list)
     rows: SpeedRows = field(default_factory=list)
+    setting: str = f"{BALANCE}=measured"
     _latest: tuple[float, ...] | None = None
     _known: int = 0
     _slow: int = 0
@@ -144,9 +146,8 @@ class MeasuredSpeeds:
             raise JobError(
                 f"the samples of update {update} were asked for before update "
                 f"{self._known - self.ahead} was done, but who computes them depends on how fast "
-                f"ranks are until then (accumulation.balance=measured, {self.ahead} updates "
-                "ahead): let loaders read less ahead (fewer workers, or a smaller "
-                "prefetch_factor), or use balance=even"
+                f"ranks are until then ({self.setting}, {self.ahead} updates ahead): let loaders "
+                "read less ahead (fewer workers, or a smaller prefetch_factor), or use balance=even"
             )
         return speeds_at(self.changes, update)
 
@@ -174,8 +175,7 @@ class MeasuredSpeeds:
         if self._slow == PERSISTENT:
             warn(
                 f"it works at {speeds[self.rank]:.2f} of the ranks' mean speed, and is given less "
-                f"to do (accumulation.balance=measured); its node, {node_name()}, may be throttled "
-                "or shared",
+                f"to do ({self.setting}); its node, {node_name()}, may be throttled or shared",
                 kind="a slow rank",
             )
         if max(times) > WORTH * sum(before) / sum(speeds):

@@ -135,6 +135,7 @@ class TrainingProgress:
         kept: it and those before it.
         stopped: all ranks agreed to stop, and what follows the last update is over.
         newcomers: the loop ended after it to let others in; only its record was written so far.
+        evaluating: all ranks evaluate after it.
         returned: this attempt went back to a checkpoint.
         recorded, evaluated: updates that this rank has recorded, and after which it evaluated.
     """
@@ -149,6 +150,7 @@ class TrainingProgress:
     recorded: int = 0
     evaluated: int = 0
     newcomers: bool = False
+    evaluating: bool = False
     kept: deque[CompletedUpdate] = field(default_factory=lambda: deque(maxlen=KEPT))
 
     def add(self, done: CompletedUpdate) -> None:

@@ -200,6 +200,7 @@ class Windows:
                 lambda numbers: gather_numbers(group, numbers),
                 known=checkpoints and known_speed(checkpoints.speeds, rank),
             )
+            speeds.setting = "balance='measured'"
             if checkpoints is not None:
                 checkpoints.speeds = speeds.rows
         self._loop = TrainingLoop(

@@ -213,9 +213,10 @@ class WorkByCost:
         longer = int((padded > self.budget.micro_tokens).sum())
         if longer:
             yield (
-                f"{plural(longer, 'sample')} of {len(padded)} are longer than {MICRO_TOKENS}="
-                f"{self.budget.micro_tokens} (up to {int(padded.max())} tokens): each is a "
-                "micro-step of its own, and takes more memory than that"
+                f"{plural(longer, 'sample')} of {len(padded)} {'is' if longer == 1 else 'are'} "
+                f"longer than {MICRO_TOKENS}={self.budget.micro_tokens} (up to "
+                f"{int(padded.max())} tokens): {'it' if longer == 1 else 'each'} is a micro-step "
+                "of its own, and takes more memory than that"
             )
         uneven = self.balance(order, ranks)["busiest_to_mean"]
         if uneven < UNEVEN:

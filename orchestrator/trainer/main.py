@@ -113,6 +113,7 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
         last = progress.updates - 1
         current_run.set_update(last, loop.windows.epoch_of(last))
         figures: Mapping[str, float] = {}
+        progress.evaluating = training.evaluates_together
         if held_out is not None:
             report = held_out()
             figures = report.figures
@@ -123,6 +124,7 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
                 }
         if group.rank == 0 or in_shards:
             figures = joined_figures(figures, engine.evaluate())
+        progress.evaluating = False
         return dict(figures)
 
     while True:
@@ -183,6 +185,7 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
                 if membership is None:
                     raise
                 membership.go_on(error, progress)
+                progress.evaluating = False
             except Evicted:  # the others continue
                 raise
             except PeerLost:

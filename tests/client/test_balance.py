@@ -129,3 +129,13 @@ def test_the_rows_for_checkpoints_follow_new_speeds():
     for update in range(INTERVAL):
         speeds.add(update, seconds=0.25, cost=1.0)
     assert rows == [[1.6, 1.0], [0.4, 2.0]]
+
+
+def test_a_slow_rank_of_a_script_is_named_in_the_words_of_the_call(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    rows = [[1.0, 4.0], [4.0, 4.0]]
+    speeds = MeasuredSpeeds(1, 0, AHEAD, lambda _: rows, setting="balance='measured'")
+    said = r"rank 1: it works at 0\.40 .* \(balance='measured'\); its node, "
+    with pytest.warns(UserWarning, match=said):
+        for update in range(4 * INTERVAL):
+            speeds.add(update, seconds=1.0, cost=1.0)
