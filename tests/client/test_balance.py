@@ -135,7 +135,8 @@ def test_a_slow_rank_of_a_script_is_named_in_the_words_of_the_call(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     rows = [[1.0, 4.0], [4.0, 4.0]]
     speeds = MeasuredSpeeds(1, 0, AHEAD, lambda _: rows, setting="balance='measured'")
+    for update in range(4 * INTERVAL - 1):
+        speeds.add(update, seconds=1.0, cost=1.0)
     said = r"rank 1: it works at 0\.40 .* \(balance='measured'\); its node, "
     with pytest.warns(UserWarning, match=said):
-        for update in range(4 * INTERVAL):
-            speeds.add(update, seconds=1.0, cost=1.0)
+        speeds.add(4 * INTERVAL - 1, seconds=1.0, cost=1.0)
