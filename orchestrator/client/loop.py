@@ -136,6 +136,7 @@ class TrainingProgress:
         stopped: all ranks agreed to stop, and what follows the last update is over.
         newcomers: the loop ended after it to let others in; only its record was written so far.
         evaluating: all ranks evaluate after it.
+        work_s, wait_s: of this rank in its updates: all of them but the waiting for others.
         returned: this attempt went back to a checkpoint.
         recorded, evaluated: updates that this rank has recorded, and after which it evaluated.
     """
@@ -151,6 +152,8 @@ class TrainingProgress:
     evaluated: int = 0
     newcomers: bool = False
     evaluating: bool = False
+    work_s: float = 0.0
+    wait_s: float = 0.0
     kept: deque[CompletedUpdate] = field(default_factory=lambda: deque(maxlen=KEPT))
 
     def add(self, done: CompletedUpdate) -> None:
@@ -160,6 +163,8 @@ class TrainingProgress:
         self.kept.append(replace(done, window=window))
         self.updates, self.loss = done.window.update + 1, done.report.loss
         self.samples += done.window.samples
+        self.wait_s += done.report.wait_s
+        self.work_s += max(0.0, done.seconds - done.report.wait_s)
 
     def over(self, updates: int) -> bool:
         """Return whether no window follows: all `updates` are done, or all ranks agreed to stop."""

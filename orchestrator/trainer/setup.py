@@ -219,16 +219,25 @@ class Training:
     def facts_of_ranks(self) -> dict[str, Any]:
         """Return values of result.json that all ranks know together. Collective.
 
-        `memory` has bytes by what they are for, and their peak, a number for each rank;
+        `memory` has bytes by what they are for, and their peak, a number for each rank, as
+        `seconds_of_ranks` has those of work and waiting in this attempt's updates;
         `weights_sha256` is among them if no rank holds all weights.
         """
         engine = self.engine
         mine = {**engine.memory_bytes(), "peak": engine.peak_memory_bytes()}
-        rows = engine.gather([float(size) for size in mine.values()])
-        memory = {name: [int(row[column]) for row in rows] for column, name in enumerate(mine)}
-        if engine.part() is None:
-            return {"memory": memory}
-        return {"memory": memory, "weights_sha256": engine.weights_sha256()}
+        times = self.progress.work_s, self.progress.wait_s
+        rows = engine.gather([*times, *(float(size) for size in mine.values())])
+        work, wait, *sizes = zip(*rows, strict=True)
+        facts: dict[str, Any] = {
+            "memory": {name: list(map(int, row)) for name, row in zip(mine, sizes, strict=True)},
+            "seconds_of_ranks": {
+                "work": [round(s, 3) for s in work],
+                "wait": [round(s, 3) for s in wait],
+            },
+        }
+        if engine.part() is not None:
+            facts["weights_sha256"] = engine.weights_sha256()
+        return facts
 
     def result(self, facts: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Return the values of result.json, which rank 0 writes when a run ends well or is stopped.
@@ -250,6 +259,7 @@ class Training:
             "weights_sha256": facts.get("weights_sha256") or self.engine.weights_sha256(),
             "peak_memory_bytes": facts["memory"]["peak"],
             "memory": {name: max(sizes) for name, sizes in facts["memory"].items()},
+            "seconds_of_ranks": facts["seconds_of_ranks"],
             "collectives": figures.total("collectives") or 0,
             "bytes_on_wire": figures.total("bytes_on_wire") or 0,
             "seconds": seconds + figures.seconds_before(self.attempt),

@@ -46,6 +46,7 @@ def test_a_rank_that_is_slow_computes_fewer_samples_and_is_named(tmp_path):
     assert speeds
     assert speeds[-1][1] < 0.8 < speeds[-1][0]
     assert "rank 1: it works at 0." in done.stdout
+    assert [len(column) for column in result(run)["seconds_of_ranks"].values()] == [2, 2]
 
 
 def test_held_out_data_are_dealt_by_their_lengths_and_have_the_same_figures(tmp_path):
