@@ -134,8 +134,13 @@ class WindowOptions:
         return options
 
 
-def plan_of(samples: int, options: WindowOptions, *, ranks: int, reduction: str) -> Plan:
+def plan_of(
+    samples: int, options: WindowOptions, *, ranks: int, reduction: str, in_step: bool = False
+) -> Plan:
     """Return the plan of these windows.
+
+    Args:
+        in_step: of models that `fully_shard` has sharded.
 
     Raises:
         ConfigError: it cannot be made; the message is in the terms of the call.
@@ -143,6 +148,7 @@ def plan_of(samples: int, options: WindowOptions, *, ranks: int, reduction: str)
     config = Config()
     config.cluster.nodes, config.cluster.ranks_per_node = 1, ranks
     config.accumulation.reduction = reduction
+    config.engine.shard_model = "all" if in_step else "none"
     for name in (
         "global_batch",
         "batch_schedule",

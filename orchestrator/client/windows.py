@@ -548,7 +548,13 @@ def windows_of(run: Run, samples: int, accumulator: Any, given: Mapping[str, Any
     samples = whole_number("windows", "samples", samples, 1, ConfigError)
     accumulators = _find_accumulators(run, accumulator)
     group, settings = accumulators[0].group, accumulators[0].options
-    plan = plan_of(samples, options, ranks=group.size, reduction=settings.reduction)
+    plan = plan_of(
+        samples,
+        options,
+        ranks=group.size,
+        reduction=settings.reduction,
+        in_step=any(one.fully_sharded for one in accumulators),
+    )
     decided = decided_by(samples, options, plan)
     traits = {**decided, "updates": plan.updates, "steps": plan.batch.steps, "first": options.first}
     alike = ("micro_batch", "micro_tokens", "pad_to", "balance", "checkpoint_every")

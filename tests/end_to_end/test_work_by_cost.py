@@ -4,7 +4,7 @@ import os
 import signal
 
 from orchestrator.rundir.files import read_json, write_json
-from tests.helpers import await_exit, call, rank_pid, records, result, verb
+from tests.helpers import await_exit, call, compare, rank_pid, records, result, verb
 from tests.hold import begin_held
 
 SIZED = "job._target_=tests.tiny_job.Sized"
@@ -142,3 +142,19 @@ def test_survivors_keep_their_speeds(tmp_path):
             after = line["speeds"]
         before = line.get("speeds", before)
     assert after[1] < 0.8 < after[0]
+
+
+def test_ranks_of_a_model_in_shards_have_as_many_micro_steps_and_the_same_update(tmp_path):
+    words = (
+        SIZED, *BY_COST[:1], *BY_COST[2:], "job.dropout=0", "train.precision=float64",
+        "train.updates=4",
+    )  # fmt: skip
+    alone, shards = tmp_path / "alone", tmp_path / "shards"
+    call(*words, "cluster.ranks_per_node=1", f"run.dir={alone}", code=0)
+    in_shards = ("cluster.ranks_per_node=2", "engine.shard_model=all")
+    call(*words, *in_shards, f"run.dir={shards}", code=0)
+    plan = read_json(shards / "plan.json")
+    first, second = map(len, plan["micro_batches"])
+    assert first - second in (0, 1)
+    assert plan["busiest_to_mean"] < 1.05
+    assert compare(shards, alone)["max_relative_difference"] <= 1e-12

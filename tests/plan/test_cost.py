@@ -238,3 +238,20 @@ def test_too_few_micro_steps_by_length_are_refused_with_a_budget_that_gives_enou
     few = {"dataset_samples": 3, "lengths": np.full(3, 8), "global_batch": 3}
     with pytest.raises(PlanError, match="try at most 3 ranks"):
         make_plan(**values | few, micro_tokens=64)
+
+
+@given(LENGTHS, st.integers(1, 4), st.integers(8, 200))
+def test_ranks_in_step_have_rounds_of_micro_steps_that_cost_alike(lengths, ranks, tokens):
+    budget = TokenBudget(micro_tokens=tokens)
+    split = split_by_cost(np.array(lengths), ranks, budget, in_step=True)
+    assert sorted(split.order) == list(range(len(lengths)))
+    steps = [len(sizes) for sizes in split.micro_batches]
+    assert steps == list(even_parts(sum(steps), ranks))
+    costs = iter(max(1, *(lengths[p] for p in step)) * len(step) for step in micro_steps(split))
+    of_ranks = [[next(costs) for _ in range(count)] for count in steps]
+    in_order = [
+        rank[number]
+        for number in range(max(steps))
+        for rank in of_ranks[: sum(count > number for count in steps)]
+    ]
+    assert in_order == sorted(in_order, reverse=True)
