@@ -197,7 +197,7 @@ class Plan:
             "gathers_per_update": self.traffic.gathers,
             **({"samples": length.samples} if length.samples is not None else {}),
             **({"batch_schedule": self.stages()} if self.order.batch_schedule else {}),
-            **({"branch": asdict(self.branch)} if self.branch else {}),
+            **({"branch": self.branch.to_json()} if self.branch else {}),
             "warnings": self.warnings,
         }
 
