@@ -23,7 +23,8 @@ from orchestrator.plan.recorded_speeds import SpeedChanges, speeds_for
 _SECTIONS = re.compile(r"\b(?:accumulation|train)\.(?=[a-z_]+\b)")
 _LEAST = {
     "global_batch": 1, "steps": 1, "micro_batch": 1, "micro_tokens": 1, "pad_to": 1,
-    "updates": 1, "seed": 0, "first": 0, "checkpoint_every": 0, "keep_checkpoints": 1,
+    "updates": 1, "total_samples": 1, "seed": 0, "first": 0, "checkpoint_every": 0,
+    "keep_checkpoints": 1,
 }  # fmt: skip
 _KINDS: Mapping[str, tuple[Any, str]] = {
     "state": (Mapping, "state={'rate': scheduler}"),
@@ -41,6 +42,7 @@ class WindowOptions:
         global_batch, steps, micro_batch: any two give the third, as everywhere here.
         batch_schedule: other global batches from given updates on: [[1000, 512], [5000, 3072]].
         updates, epochs: length, over all starts; `updates` wins; by default one epoch.
+        total_samples: the length in their place: as many updates as it takes to reach them.
         micro_tokens: most padded tokens of a micro-batch, in the place of `steps` and
             `micro_batch`; it needs `lengths`.
         lengths: of the samples, in tokens: a sequence or array of whole numbers, one for each.
@@ -74,6 +76,7 @@ class WindowOptions:
     batch_schedule: Sequence[Sequence[int]] = ()
     updates: int | None = None
     epochs: float | None = None
+    total_samples: int | None = None
     ragged: str = "update"
     seed: int = 0
     shards: Shards | None = None
@@ -106,6 +109,13 @@ class WindowOptions:
         if epochs is not None and (isinstance(epochs, bool) or not isinstance(epochs, int | float)):
             raise ConfigError(f"run.windows(): epochs must be a number, but is {epochs!r:.60}")
         options = cls(**checked)
+        for name in ("updates", "epochs"):
+            value = getattr(options, name)
+            if options.total_samples is not None and value is not None:
+                raise ConfigError(
+                    f"run.windows(): {name}={value} and total_samples={options.total_samples} are "
+                    "two lengths of the training; leave one of them out"
+                )
         folder: Any = options.checkpoints
         if options.first is not None and folder is not None:
             raise ConfigError(
@@ -162,6 +172,7 @@ def plan_of(
         setattr(config.accumulation, name, getattr(options, name))
     for name in ("updates", "epochs", "seed"):
         setattr(config.train, name, getattr(options, name))
+    config.train.samples = options.total_samples
     keys = ("accumulation.ragged", "train.epochs")
     single = [BOUNDS[key].refusal(key, value_of(config, key)) for key in keys]
     problems = accumulation_problems(config.accumulation)

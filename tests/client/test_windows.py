@@ -218,6 +218,7 @@ def test_ranks_that_would_form_other_micro_steps_are_refused(name, values):
         ({"callbacks": [print]}, r"callbacks must derive from orchestrator\.callbacks\.Callback"),
         ({"shards": [50, 3]}, r"shards must be as in shards=data\.shards, but is \[50, 3\]"),
         ({"checkpoints": ""}, "checkpoints must be a folder, but is ''"),
+        ({"total_samples": 9, "epochs": 2}, "epochs=2 and total_samples=9 are two lengths of the"),
         ({"ragged": "cary"}, r"run\.windows\(\): ragged must be one of .*; did you mean 'carry'"),
         ({"batch_schedule": [[0, 9]]}, r"run\.windows\(\): batch_schedule: \[0, 9\] is no later"),
         ({"epochs": 0}, r"run\.windows\(\): epochs must be a number above 0, but is 0"),
@@ -499,3 +500,12 @@ def test_recorded_speeds_of_other_ranks_or_of_no_run_are_refused(tmp_path, ranks
             Training(group, global_batch=16, updates=1, balance=folder)
 
     run_in_threads(ranks, rank)
+
+
+def test_a_training_may_be_as_long_as_it_takes_to_see_so_many_samples():
+    options = {"global_batch": 16, "batch_schedule": [[2, 20]], "total_samples": 70}
+    sizes = [16, 16, 20, 1, 20]  # an epoch has 53
+    windows = Training(TorchGroup.alone(), **options).windows
+    assert windows.updates == len(sizes)
+    assert windows.plan.length.samples == 70
+    assert [windows.plan.order.samples_of(update) for update in range(5)] == sizes
