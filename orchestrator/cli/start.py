@@ -49,6 +49,7 @@ from orchestrator.plan.recorded_speeds import (
     BALANCE,
     keep_speeds,
     kept_speeds,
+    names_run,
     possible_ranks,
     speeds_for,
 )
@@ -362,8 +363,10 @@ def with_notes(plan: Plan | ProgramPlan, config: Config) -> dict[str, Any]:
     """Return a plan as in plan.json, with `notes` about it."""
     if isinstance(plan, ProgramPlan):
         return {**plan.to_json(), "notes": notes_of_program(config)}
-    survival = cluster_of(config).survival_line
-    return {**plan.to_json(), "notes": [survival] if survival else []}
+    notes = [cluster_of(config).survival_line]
+    if names_run(balance := config.accumulation.balance):
+        notes.append(f"work is dealt by the speeds that {balance} has recorded")
+    return {**plan.to_json(), "notes": [*filter(None, notes)]}
 
 
 def ask_cluster(config: Config) -> tuple[Request, dict[str, Any]]:

@@ -6,9 +6,11 @@ that follows from the measured speeds. They are in its metrics.jsonl.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from operator import itemgetter
+from typing import Any
 
 from orchestrator.config.schema import ClusterConfig, Config, node_range
 from orchestrator.errors import (
@@ -17,6 +19,7 @@ from orchestrator.errors import (
     UsageError,
     did_you_mean,
     expand_user,
+    shortened,
 )
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import RunDir
@@ -62,13 +65,26 @@ def recorded_speeds(run: str) -> SpeedChanges:
             f"{BALANCE} must be {', '.join(BALANCES)} or the folder of a run that has measured "
             f"speeds, but is {run}: {error}{meant}"
         ) from error
-    changes = [(line["update"], tuple(line["speeds"])) for line in updates if "speeds" in line]
+    changes: SpeedChanges = []
+    for line in updates:
+        speeds: Any = line.get("speeds", ())
+        if not isinstance(speeds, (list, tuple)) or not all(map(_is_speed, speeds)):
+            raise ConfigError(
+                f"{BALANCE}={run}: {folder.metrics} is damaged: the speeds of update "
+                f"{line['update']} are {shortened(repr(speeds))}"
+            )
+        if speeds:
+            changes.append((line["update"], tuple(speeds)))
     if not changes:
         raise ConfigError(
             f"{BALANCE}={run}: that run has recorded no speeds; only runs with {BALANCE}=measured "
             f"on two ranks or more do. Try {BALANCE}=measured"
         )
     return changes
+
+
+def _is_speed(value: Any) -> bool:
+    return isinstance(value, float) and 0 < value < math.inf
 
 
 def speeds_for(balance: str, ranks: Sequence[int]) -> SpeedChanges:

@@ -217,7 +217,10 @@ def _speeds(training: Training, rank: int, ranks: int, *, before: Speeds | None)
                 f"{BALANCE}={config.accumulation.balance} has the speeds of "
                 f"{len(changes[0][1])} ranks, but there are {ranks} now: work is dealt evenly"
             )
-    if config.accumulation.balance != "measured" or ranks == 1:
+    if config.accumulation.balance != "measured":
+        checkpoints.speeds = []  # of an attempt that measured
+        return None
+    if ranks == 1:
         return None
     # Each loader worker has two micro-batches waiting; a window of the fewest has one.
     ahead = 2 * config.train.loader_workers + SPARE_WINDOWS

@@ -487,13 +487,15 @@ def test_a_loop_is_dealt_by_the_speeds_that_a_run_has_recorded(tmp_path):
     ("ranks", "balance", "said"),
     [
         (3, "run", "its speeds are of 2 ranks, but this run has 3 ranks; start it on 2"),
+        (2, "damaged", r"metrics.jsonl is damaged: the speeds of update 0 are \[1.5, None\]"),
         (2, "measurd", "balance must be even, measured or the folder of a run .* did you mean"),
     ],
 )
 def test_recorded_speeds_of_other_ranks_or_of_no_run_are_refused(tmp_path, ranks, balance, said):
     run = make_run(tmp_path / "run")
-    run.metrics.write_text(json.dumps(record(0, speeds=[1.5, 0.5])) + "\n")
-    folder = str(run.path) if balance == "run" else balance
+    speeds = [1.5, None if balance == "damaged" else 0.5]
+    run.metrics.write_text(json.dumps(record(0, speeds=speeds)) + "\n")
+    folder = balance if balance == "measurd" else str(run.path)
 
     def rank(group):
         with pytest.raises(ConfigError, match=said):

@@ -93,6 +93,8 @@ def test_recorded_speeds_repeat_a_run_bit_for_bit_in_fast_mode(tmp_path):
     call(*words, *measured, f"run.dir={first}", code=0)
     recorded = f"accumulation.balance={first}"
     call(*words, recorded, "train.updates=9", f"run.dir={again}", code=0)
+    planned = " ".join(verb("plan", *words, recorded, code=0).stdout.split())
+    assert f"work is dealt by the speeds that {first} has recorded" in planned
     first.rename(tmp_path / "elsewhere")  # a run is whole without the other
     verb("resume", again, "train.updates=24", code=0)
     first = tmp_path / "elsewhere"
