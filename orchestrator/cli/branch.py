@@ -10,7 +10,7 @@ from orchestrator.config.program import is_program
 from orchestrator.config.reading import read_config
 from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError, RunFolderError, UsageError, expand_user
-from orchestrator.plan.order import INITIAL_STATE, Branch
+from orchestrator.plan.order import INITIAL_STATE, Branch, Shards
 from orchestrator.plan.plan import Plan
 from orchestrator.rundir.checkpoints import (
     PREFIX,
@@ -52,7 +52,8 @@ def _branch(folder: str, which: int | Literal["best"] | None) -> Branch:
         updates = found.updates
     else:
         updates = int(kept_checkpoint(run, which).name.removeprefix(PREFIX))
-    plan = plan_of_run(config, run.read_plan())
+    kept_plan = run.read_plan()
+    plan, shards = plan_of_run(config, kept_plan), kept_plan.get("shards")
     if not isinstance(plan, Plan) or plan.length.dataset_samples is None:
         raise RunFolderError(f"{run.plan} does not say how many samples its data set has")
     epoch, position = plan.order.place(updates)
@@ -64,6 +65,8 @@ def _branch(folder: str, which: int | Literal["best"] | None) -> Branch:
         global_batch=plan.order.batch_of(plan.order.updates_before_epoch(epoch)),
         seed=plan.order.seed,
         dataset_samples=plan.length.dataset_samples,
+        shards_digest=shards and Shards(tuple(shards["lengths"])).digest,
+        lanes=shards and shards["lanes"],
     )
 
 

@@ -46,6 +46,14 @@ from orchestrator.notify import check_recipients
 from orchestrator.plan.parts import JobFacts
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.program import ProgramPlan, notes_of_program, plan_of_program
+from orchestrator.plan.recorded_speeds import (
+    BALANCE,
+    keep_speeds,
+    kept_speeds,
+    names_run,
+    possible_ranks,
+    speeds_for,
+)
 from orchestrator.plugins import CLUSTERS, TRACKERS
 from orchestrator.report.terminal import command, say
 from orchestrator.rundir.checkpoints import (
@@ -101,6 +109,7 @@ def prepare(config: Config, *, new: bool = True) -> Plan | ProgramPlan:
         options_of(schema, config.tracker.options, "tracker.options")
     if new:
         initial_weights(config)
+        speeds_for(config.accumulation.balance, possible_ranks(config.cluster))
     branch = branch_of(config) if new else None
     facts = check_target(config.job["_target_"])
     check_constructor(config.job["_target_"], [key for key in config.job if key != "_target_"])
@@ -228,6 +237,7 @@ def prepared_run(
             with wrap_disk_errors(run), locked(run):
                 run.write_config(to_yaml(config))
                 write_json(run.plan, plan.to_json())
+                keep_speeds(config, run)
                 digest = keep_initial_weights(config, run)
                 digest |= keep_initial_state(
                     None if isinstance(plan, ProgramPlan) else plan.branch, run
@@ -299,8 +309,11 @@ def prepared_resume(
             if found is None and run.attempts_made():
                 notes.append(f"{run.path} has no checkpoint yet: it begins again at update 0")
             notes += passed_over
+        other_speeds = BALANCE in {change.key for change in resumed.changes}
         if resumed.changes:
             prepare(config, new=False)
+            if not other_speeds:
+                kept_speeds(config, run)
         cluster.trust(run, {change.key for change in resumed.changes})
         if standing := handle_of(run).in_progress():
             raise RunFolderError(
@@ -314,6 +327,8 @@ def prepared_resume(
         output.note(resumed.message, prose=True)
         for sentence in (*filter(None, [resumed.warning]), *notes):
             say(output.console, f"warning: {sentence}", "yellow", prose=True)
+        if other_speeds:
+            keep_speeds(config, run)
         record(run, resumed, attempt, inputs)
         if admission.notice:
             write_json(run.submission, {**run.read_submission(), **admission.notice})
@@ -350,8 +365,10 @@ def with_notes(plan: Plan | ProgramPlan, config: Config) -> dict[str, Any]:
     """Return a plan as in plan.json, with `notes` about it."""
     if isinstance(plan, ProgramPlan):
         return {**plan.to_json(), "notes": notes_of_program(config)}
-    survival = cluster_of(config).survival_line
-    return {**plan.to_json(), "notes": [survival] if survival else []}
+    notes = [cluster_of(config).survival_line]
+    if names_run(balance := config.accumulation.balance):
+        notes.append(f"work is dealt by the speeds that {balance} has recorded")
+    return {**plan.to_json(), "notes": [*filter(None, notes)]}
 
 
 def ask_cluster(config: Config) -> tuple[Request, dict[str, Any]]:

@@ -4,16 +4,24 @@ Every few updates the ranks exchange how long they worked, and on how much. All 
 same speeds from that. New ones apply some updates later, so that loaders which read ahead know in
 time, and only where the busiest rank would gain by them. No update changes: any division is the
 same big batch, and in reproducible mode it has the same bits.
+
+Speeds are saved with checkpoints, so that a restart begins with them where a rank is on the same
+node; survivors of a loss keep theirs.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import zlib
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Protocol
 
 from orchestrator.errors import JobError
+from orchestrator.plan.recorded_speeds import BALANCE, SpeedChanges, speeds_at
 from orchestrator.rundir.warnings import warn
 
 INTERVAL = 4
@@ -42,6 +50,39 @@ SPARE_WINDOWS = 4
 Gather = Callable[[Sequence[float]], list[list[float]]]
 """Every rank's numbers, a row for each rank; collective."""
 
+SpeedRows = list[list[float]]
+"""Of each rank of a group: its speed, and the digest of its node's name."""
+
+
+class Speeds(Protocol):
+    """Speeds of the ranks of a group by update, the same on all ranks."""
+
+    def at(self, update: int) -> tuple[float, ...] | None:
+        """Return the speeds for an update; None while all are equal."""
+
+    def began_at(self, update: int) -> tuple[float, ...] | None:
+        """Return the speeds that apply from this update on; None if there is no change."""
+
+    def add(self, update: int, *, seconds: float, cost: float) -> None:
+        """Add this rank's work of an update. Perhaps collective."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedSpeeds:
+    """Speeds that another run has recorded; see `recorded_speeds`."""
+
+    changes: SpeedChanges
+
+    def at(self, update: int) -> tuple[float, ...] | None:
+        return speeds_at(self.changes, update)
+
+    def began_at(self, update: int) -> tuple[float, ...] | None:
+        place = bisect_left(self.changes, update, key=itemgetter(0))
+        return dict(self.changes[place : place + 1]).get(update)
+
+    def add(self, update: int, *, seconds: float, cost: float) -> None:
+        """Measure nothing."""
+
 
 @dataclass(slots=True)
 class MeasuredSpeeds:
@@ -54,13 +95,18 @@ class MeasuredSpeeds:
         gather: collective.
         changes: (update, speeds), to a mean of 1, that apply from the update on; only those that
             the present window and later ones need.
+        rows: each rank's newest speed and the digest of its node's name, for checkpoints. The list
+            stays the same object.
+        setting: that asks for it, as a user spells it.
     """
 
     rank: int
     first: int
     ahead: int
     gather: Gather
-    changes: list[tuple[int, tuple[float, ...]]] = field(default_factory=list)
+    changes: SpeedChanges = field(default_factory=list)
+    rows: SpeedRows = field(default_factory=list)
+    setting: str = f"{BALANCE}=measured"
     _latest: tuple[float, ...] | None = None
     _known: int = 0
     _slow: int = 0
@@ -69,6 +115,26 @@ class MeasuredSpeeds:
 
     def __post_init__(self) -> None:
         self._known = self.first + INTERVAL + self.ahead
+
+    @classmethod
+    def begin(
+        cls, rank: int, first: int, ahead: int, gather: Gather, *, known: float | None
+    ) -> MeasuredSpeeds:
+        """Return the speeds of a new group, from those that ranks know of themselves. Collective.
+
+        Args:
+            known: this rank's, from an earlier group; None: it has none.
+        """
+        rows = gather([known or 0.0, node_digest()])
+        speeds = completed(rows)
+        nodes = [node for _, node in rows]
+        rows = [list(row) for row in zip(speeds, nodes, strict=True)]
+        return cls(rank, first, ahead, gather, [(first, speeds)], rows)
+
+    @property
+    def own(self) -> float | None:
+        """Return this rank's newest speed; None if it is not known."""
+        return self.rows[self.rank][0] if self.rows else None
 
     def at(self, update: int) -> tuple[float, ...] | None:
         """Return the speeds for an update; None while all count as equal.
@@ -80,14 +146,10 @@ class MeasuredSpeeds:
             raise JobError(
                 f"the samples of update {update} were asked for before update "
                 f"{self._known - self.ahead} was done, but who computes them depends on how fast "
-                f"ranks are until then (accumulation.balance=measured, {self.ahead} updates "
-                "ahead): let loaders read less ahead (fewer workers, or a smaller "
-                "prefetch_factor), or use balance=even"
+                f"ranks are until then ({self.setting}, {self.ahead} updates ahead): let loaders "
+                "read less ahead (fewer workers, or a smaller prefetch_factor), or use balance=even"
             )
-        for first, speeds in reversed(self.changes):
-            if first <= update:
-                return speeds
-        return None
+        return speeds_at(self.changes, update)
 
     def began_at(self, update: int) -> tuple[float, ...] | None:
         """Return the speeds that apply from this update on; None if there is no change."""
@@ -111,18 +173,58 @@ class MeasuredSpeeds:
         times = [old / new for old, new in zip(before, speeds, strict=True)]
         self._slow = self._slow + 1 if speeds[self.rank] < SLOW else 0
         if self._slow == PERSISTENT:
-            node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
             warn(
                 f"it works at {speeds[self.rank]:.2f} of the ranks' mean speed, and is given less "
-                f"to do (accumulation.balance=measured); its node, {node}, may be throttled or "
-                "shared",
+                f"to do ({self.setting}); its node, {node_name()}, may be throttled or shared",
                 kind="a slow rank",
             )
         if max(times) > WORTH * sum(before) / sum(speeds):
             self.changes.append((done + self.ahead, speeds))
+            for row, speed in zip(self.rows, speeds, strict=False):
+                row[0] = speed
         # Windows before this one are not asked for any more; a run may have a million of them.
         while len(self.changes) > 1 and self.changes[1][0] <= update:
             del self.changes[0]
+
+
+def node_name() -> str:
+    """Return the name of this rank's node."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def node_digest() -> float:
+    """Return a digest of the node's name, as a number that ranks can exchange, also as float32."""
+    return float(zlib.crc32(node_name().encode()) % 2**24)
+
+
+def known_speed(rows: Sequence[Sequence[float]], rank: int) -> float | None:
+    """Return the speed of a rank of this node by the rows of an earlier group: the rank's own, else
+    the mean of its node; None if the node had no rank.
+    """
+    node = node_digest()
+    if rank < len(rows) and rows[rank][1] == node:
+        return rows[rank][0]
+    of_node = [speed for speed, other in rows if other == node]
+    return sum(of_node) / len(of_node) if of_node else None
+
+
+def completed(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """Return the ranks' speeds, to a mean of 1: unknown ones are the mean of their node, else 1.
+
+    Args:
+        rows: each rank's speed, 0 if it is not known, and its node.
+
+    >>> completed([[1.2, 7], [0.6, 8], [0.0, 8], [0.0, 9]])
+    (1.411764705882353, 0.7058823529411765, 0.7058823529411765, 1.1764705882352942)
+    """
+    of_nodes: dict[float, list[float]] = {}
+    for speed, node in rows:
+        if speed > 0:
+            of_nodes.setdefault(node, []).append(speed)
+    means = {node: sum(speeds) / len(speeds) for node, speeds in of_nodes.items()}
+    speeds = [speed if speed > 0 else means.get(node, 1.0) for speed, node in rows]
+    mean = sum(speeds) / len(speeds)
+    return tuple(speed / mean for speed in speeds)
 
 
 def speeds_of(rows: Sequence[Sequence[float]], before: Sequence[float]) -> tuple[float, ...]:

@@ -105,6 +105,7 @@ class Checkpoints(Callback):
     Attributes:
         rank: of this process, in its present group.
         unsaved: why the latest checkpoint could not be written.
+        speeds: of ranks, that are saved and restored; see `MeasuredSpeeds.rows`.
 
     Raises:
         ConfigError: the state gives no copies of itself.
@@ -136,6 +137,7 @@ class Checkpoints(Callback):
         self._save_s = self._waited_s = 0.0
         self.rank = 0
         self.unsaved: str | None = None
+        self.speeds: list[list[float]] = []
 
     def restore(self, rank: int) -> tuple[int, int] | None:
         """Load the newest sound checkpoint, the same on every rank. Collective.
@@ -168,6 +170,7 @@ class Checkpoints(Callback):
         if found is None:
             return None
         self._state.load_state(found.folder, found.extra)
+        self.speeds = found.speeds
         return found.updates, found.samples
 
     def check(self, found: checkpoint.Checkpoint, rank: int) -> None:
@@ -301,14 +304,15 @@ class Checkpoints(Callback):
             return
         began = time.monotonic()
         self.wait()
+        about = updates, samples, [list(row) for row in self.speeds]
         if self._copier:
             copy = self._copier.snapshot()
             self._thread = threading.Thread(
-                target=self._write, args=(copy, updates, samples), name="checkpoint", daemon=True
+                target=self._write, args=(copy, *about), name="checkpoint", daemon=True
             )
             self._thread.start()
         else:
-            self._write(self._state, updates, samples)
+            self._write(self._state, *about)
             self._report_written()
         self._waited_s = time.monotonic() - began
 
@@ -317,18 +321,22 @@ class Checkpoints(Callback):
         self.on_checkpoint(progress.updates, progress.samples)
         self.wait()
 
-    def _write(self, state: Any, updates: int, samples: int) -> None:
+    def _write(
+        self, state: Any, updates: int, samples: int, speeds: Sequence[Sequence[float]]
+    ) -> None:
         with declared("it saves the checkpoint after update %d", updates):
-            self._write_whole(state, updates, samples)
+            self._write_whole(state, updates, samples, speeds)
 
-    def _write_whole(self, state: Any, updates: int, samples: int) -> None:
+    def _write_whole(
+        self, state: Any, updates: int, samples: int, speeds: Sequence[Sequence[float]]
+    ) -> None:
         began, failed = time.monotonic(), None
         try:
             if self._copier:
                 state.take()
             checkpoint.save(
                 self._folder, state, updates=updates, samples=samples, keep=self._keep,
-                run=self._run,
+                run=self._run, speeds=speeds,
             )  # fmt: skip
         except Exception as error:  # noqa: BLE001  # raised, or warned of, by the main thread
             failed = error

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
-from orchestrator.client.balance import MeasuredSpeeds
+from orchestrator.client.balance import Speeds
 from orchestrator.engine.api import BoundaryReport
 from orchestrator.engine.common.waiting import declared
 from orchestrator.plan.plan import Plan
@@ -92,7 +92,7 @@ class RankWindows:
         *,
         ranks: int | None = None,
         shard_ranks: Sequence[int] = (),
-        speeds: MeasuredSpeeds | None = None,
+        speeds: Speeds | None = None,
     ) -> None:
         self._planner, self.speeds = planner_of(plan), speeds
         if ranks is not None and ranks != plan.ranks:
@@ -136,6 +136,8 @@ class TrainingProgress:
         stopped: all ranks agreed to stop, and what follows the last update is over.
         ended_early: evaluations have not improved for long enough, so no update follows.
         newcomers: the loop ended after it to let others in; only its record was written so far.
+        evaluating: all ranks evaluate after it.
+        work_s, wait_s: of this rank in its updates: all of them but the waiting for others.
         returned: this attempt went back to a checkpoint.
         recorded, evaluated: updates that this rank has recorded, and after which it evaluated.
     """
@@ -151,6 +153,9 @@ class TrainingProgress:
     recorded: int = 0
     evaluated: int = 0
     newcomers: bool = False
+    evaluating: bool = False
+    work_s: float = 0.0
+    wait_s: float = 0.0
     kept: deque[CompletedUpdate] = field(default_factory=lambda: deque(maxlen=KEPT))
 
     def add(self, done: CompletedUpdate) -> None:
@@ -160,6 +165,8 @@ class TrainingProgress:
         self.kept.append(replace(done, window=window))
         self.updates, self.loss = done.window.update + 1, done.report.loss
         self.samples += done.window.samples
+        self.wait_s += done.report.wait_s
+        self.work_s += max(0.0, done.seconds - done.report.wait_s)
 
     def over(self, updates: int) -> bool:
         """Return whether no window follows: all `updates` are done, or all ranks agreed to stop."""

@@ -18,16 +18,19 @@ from orchestrator.plan.cost import lengths_of
 from orchestrator.plan.order import Shards
 from orchestrator.plan.parts import JobFacts
 from orchestrator.plan.plan import Plan
+from orchestrator.plan.recorded_speeds import SpeedChanges, speeds_for
 
 _SECTIONS = re.compile(r"\b(?:accumulation|train)\.(?=[a-z_]+\b)")
 _LEAST = {
     "global_batch": 1, "steps": 1, "micro_batch": 1, "micro_tokens": 1, "pad_to": 1,
-    "updates": 1, "seed": 0, "first": 0, "checkpoint_every": 0, "keep_checkpoints": 1,
+    "updates": 1, "total_samples": 1, "seed": 0, "first": 0, "checkpoint_every": 0,
+    "keep_checkpoints": 1,
 }  # fmt: skip
 _KINDS: Mapping[str, tuple[Any, str]] = {
     "state": (Mapping, "state={'rate': scheduler}"),
     "callbacks": ((list, tuple), "callbacks=[losses]"),
     "shards": ((Shards, type(None)), "shards=data.shards"),
+    "balance": (str, "balance='measured'"),
 }
 
 
@@ -39,13 +42,15 @@ class WindowOptions:
         global_batch, steps, micro_batch: any two give the third, as everywhere here.
         batch_schedule: other global batches from given updates on: [[1000, 512], [5000, 3072]].
         updates, epochs: length, over all starts; `updates` wins; by default one epoch.
+        total_samples: the length in their place: as many updates as it takes to reach them.
         micro_tokens: most padded tokens of a micro-batch, in the place of `steps` and
             `micro_batch`; it needs `lengths`.
         lengths: of the samples, in tokens: a sequence or array of whole numbers, one for each.
         pad_to: you pad a micro-batch to a multiple of it.
         cost: of a micro-batch, from its padded length and its number of samples, in any unit;
             without it, its padded tokens.
-        balance: "even", or "measured": by the speeds that ranks are seen to have.
+        balance: "even"; "measured": by the speeds that ranks are seen to have; or the folder of a
+            run, by the speeds that it has recorded.
         ragged: treatment of an epoch's last samples: "update", "drop" or "carry".
         seed: of the order of samples, and of the random numbers of every micro-step.
         shards: of a data set that is read shard after shard (`orchestrator.Shards`).
@@ -71,6 +76,7 @@ class WindowOptions:
     batch_schedule: Sequence[Sequence[int]] = ()
     updates: int | None = None
     epochs: float | None = None
+    total_samples: int | None = None
     ragged: str = "update"
     seed: int = 0
     shards: Shards | None = None
@@ -103,6 +109,13 @@ class WindowOptions:
         if epochs is not None and (isinstance(epochs, bool) or not isinstance(epochs, int | float)):
             raise ConfigError(f"run.windows(): epochs must be a number, but is {epochs!r:.60}")
         options = cls(**checked)
+        for name in ("updates", "epochs"):
+            value = getattr(options, name)
+            if options.total_samples is not None and value is not None:
+                raise ConfigError(
+                    f"run.windows(): {name}={value} and total_samples={options.total_samples} are "
+                    "two lengths of the training; leave one of them out"
+                )
         folder: Any = options.checkpoints
         if options.first is not None and folder is not None:
             raise ConfigError(
@@ -131,8 +144,13 @@ class WindowOptions:
         return options
 
 
-def plan_of(samples: int, options: WindowOptions, *, ranks: int, reduction: str) -> Plan:
+def plan_of(
+    samples: int, options: WindowOptions, *, ranks: int, reduction: str, in_step: bool = False
+) -> Plan:
     """Return the plan of these windows.
+
+    Args:
+        in_step: of models that `fully_shard` has sharded.
 
     Raises:
         ConfigError: it cannot be made; the message is in the terms of the call.
@@ -140,6 +158,7 @@ def plan_of(samples: int, options: WindowOptions, *, ranks: int, reduction: str)
     config = Config()
     config.cluster.nodes, config.cluster.ranks_per_node = 1, ranks
     config.accumulation.reduction = reduction
+    config.engine.shard_model = "all" if in_step else "none"
     for name in (
         "global_batch",
         "batch_schedule",
@@ -153,7 +172,8 @@ def plan_of(samples: int, options: WindowOptions, *, ranks: int, reduction: str)
         setattr(config.accumulation, name, getattr(options, name))
     for name in ("updates", "epochs", "seed"):
         setattr(config.train, name, getattr(options, name))
-    keys = ("accumulation.ragged", "accumulation.balance", "train.epochs")
+    config.train.samples = options.total_samples
+    keys = ("accumulation.ragged", "train.epochs")
     single = [BOUNDS[key].refusal(key, value_of(config, key)) for key in keys]
     problems = accumulation_problems(config.accumulation)
     if refused := [*beyond(plain(config)), *filter(None, single), *problems]:
@@ -167,6 +187,16 @@ def plan_of(samples: int, options: WindowOptions, *, ranks: int, reduction: str)
         )
         return Plan.of(config, known)
     except UsageError as error:
+        raise ConfigError(f"run.windows(): {as_options(str(error))}") from None
+
+
+def recorded_speeds_of(options: WindowOptions, ranks: int) -> SpeedChanges:
+    """Return the recorded speeds that these windows use; none where they use none. Raises
+    `ConfigError`.
+    """
+    try:
+        return speeds_for(options.balance, [ranks])
+    except ConfigError as error:
         raise ConfigError(f"run.windows(): {as_options(str(error))}") from None
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import Module, ModuleList
 from torch.utils.data import default_collate
 
-from orchestrator.client.balance import MeasuredSpeeds
+from orchestrator.client.balance import MeasuredSpeeds, RecordedSpeeds, Speeds, known_speed
 from orchestrator.client.checkpoints import Checkpoints
 from orchestrator.client.loop import (
     Callback,
@@ -38,6 +38,7 @@ from orchestrator.client.options import (
     as_options,
     decided_by,
     plan_of,
+    recorded_speeds_of,
 )
 from orchestrator.client.record import whole_number
 from orchestrator.client.run import CurrentRun
@@ -59,6 +60,7 @@ from orchestrator.engine.torch.state import Snapshot, load_model, load_optimizer
 from orchestrator.engine.torch.window_state import MicroBatchTracker
 from orchestrator.errors import ConfigError, JobError, RunFolderError
 from orchestrator.plan.plan import Plan
+from orchestrator.plan.recorded_speeds import SpeedChanges
 from orchestrator.plan.window import Window
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.warnings import warn, warn_into
@@ -149,6 +151,7 @@ class Windows:
         accumulators: Sequence[Accumulator],
         options: WindowOptions,
         checkpoints: Checkpoints | None,
+        recorded_speeds: SpeedChanges,
     ) -> None:
         self.plan, self._all, self._checkpoints = plan, accumulators, checkpoints
         self._run = run
@@ -180,17 +183,26 @@ class Windows:
         copies = {one.fully_sharded.shard_ranks for one in accumulators if one.fully_sharded}
         if len(copies) > 1:
             raise ConfigError("models that share windows must be sharded over the same ranks")
-        speeds = None
-        if options.balance == "measured" and accumulators[0].group.size > 1:
-            if copies:
-                raise ConfigError(
-                    "balance='measured' is not available with a model that fully_shard() has "
-                    "sharded: ranks of a copy compute in step; leave it out"
-                )
-            group = accumulators[0].group
-            speeds = MeasuredSpeeds(
-                rank, self.first, READ_AHEAD, lambda numbers: gather_numbers(group, numbers)
+        speeds: Speeds | None = None
+        group = accumulators[0].group
+        if options.balance != "even" and copies:
+            raise ConfigError(
+                f"balance={options.balance!r} is not available with a model that fully_shard() has "
+                "sharded: ranks of a copy compute in step; leave it out"
             )
+        if recorded_speeds:
+            speeds = RecordedSpeeds(recorded_speeds)
+        elif options.balance == "measured" and group.size > 1:
+            speeds = MeasuredSpeeds.begin(
+                rank,
+                self.first,
+                READ_AHEAD,
+                lambda numbers: gather_numbers(group, numbers),
+                known=checkpoints and known_speed(checkpoints.speeds, rank),
+            )
+            speeds.setting = "balance='measured'"
+            if checkpoints is not None:
+                checkpoints.speeds = speeds.rows
         self._loop = TrainingLoop(
             windows=RankWindows(plan, rank, shard_ranks=next(iter(copies), ()), speeds=speeds),
             updates=self.updates,
@@ -538,12 +550,20 @@ def windows_of(
     samples = whole_number("windows", "samples", samples, 1, ConfigError)
     accumulators = _find_accumulators(run, accumulator)
     group, settings = accumulators[0].group, accumulators[0].options
-    plan = plan_of(samples, options, ranks=group.size, reduction=settings.reduction)
+    plan = plan_of(
+        samples,
+        options,
+        ranks=group.size,
+        reduction=settings.reduction,
+        in_step=any(one.fully_sharded for one in accumulators),
+    )
     decided = decided_by(samples, options, plan)
     traits = {**decided, "updates": plan.updates, "steps": plan.batch.steps, "first": options.first}
     alike = ("micro_batch", "micro_tokens", "pad_to", "balance", "checkpoint_every")
     traits |= {name: getattr(options, name) for name in alike}
     traits["cost (its digest)"] = plan.work and plan.work.cost_digest
+    recorded_speeds = recorded_speeds_of(options, group.size)
+    traits["the recorded speeds (their digest)"] = zlib.crc32(repr(recorded_speeds).encode())
     traits |= {"checkpoints": options.checkpoints is not None, "state": sorted(options.state)}
     if group.size > 1:
         check_same_traits(group, [(f"{n} of run.windows()", repr(v)) for n, v in traits.items()])
@@ -571,7 +591,7 @@ def windows_of(
             keep=options.keep_checkpoints,
             on_written=note,
         )
-    return Windows(run, plan, accumulators, options, checkpoints)
+    return Windows(run, plan, accumulators, options, checkpoints, recorded_speeds)
 
 
 def _find_accumulators(run: CurrentRun, accumulator: Any) -> list[Accumulator]:

@@ -194,7 +194,7 @@ class AccumulationConfig:
     micro_batch: int | None = number(None, least=1)
     micro_tokens: int | None = number(None, least=1)
     pad_to: int = number(1, least=1, most=2**20)
-    balance: str = choice("even", "measured")
+    balance: str = "even"
     ragged: str = choice("update", "drop", "carry")
     reduction: str = choice("fast", "reproducible")
 

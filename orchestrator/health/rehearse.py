@@ -271,7 +271,7 @@ class FaultOutcome:
         self.row.how = how
         self.row.recovered_s = round(first["time"] - self._began, 2)
         # The update under way, and those that were thrown away.
-        self.row.redone = sum(1 + note.get("lost_updates", 0) for note in notes)
+        self.row.redone = sum(note.get("redone", 1) + note.get("lost_updates", 0) for note in notes)
         if self.row.kind in ORDERLY:
             self.row.redone = max(0, self.row.redone - 1)
 

@@ -213,9 +213,10 @@ class WorkByCost:
         longer = int((padded > self.budget.micro_tokens).sum())
         if longer:
             yield (
-                f"{plural(longer, 'sample')} of {len(padded)} are longer than {MICRO_TOKENS}="
-                f"{self.budget.micro_tokens} (up to {int(padded.max())} tokens): each is a "
-                "micro-step of its own, and takes more memory than that"
+                f"{plural(longer, 'sample')} of {len(padded)} {'is' if longer == 1 else 'are'} "
+                f"longer than {MICRO_TOKENS}={self.budget.micro_tokens} (up to "
+                f"{int(padded.max())} tokens): {'it' if longer == 1 else 'each'} is a micro-step "
+                "of its own, and takes more memory than that"
             )
         uneven = self.balance(order, ranks)["busiest_to_mean"]
         if uneven < UNEVEN:
@@ -311,7 +312,8 @@ def split_by_cost(
         lengths: of the samples in the order of their positions, in tokens, shape (n,).
         reproducible: micro-steps do not depend on `ranks` and `speeds`.
         speeds: of ranks, in cost a second or any other unit, above 0; None: all are equal.
-        in_step: ranks compute their micro-steps together, so that equal numbers matter most.
+        in_step: ranks compute their micro-steps in rounds, a round as long as its most expensive
+            micro-step: each gets as many, and those of a round cost alike.
     """
     import numpy as np  # late, so that `plan` stays fast
 
@@ -329,6 +331,9 @@ def split_by_cost(
         costs = _costs(budget, [descending[first] for first in firsts], counts)
         if reproducible:  # neither ranks nor speeds may decide, not even by a rounding
             share, busiest = [], sum(costs)
+        elif in_step:
+            share = list(even_parts(len(costs), ranks))
+            busiest = sum(sorted(costs, reverse=True)[::ranks])
         else:
             share = deal(costs, ranks, speeds, in_step=in_step)
             busiest = _busiest(costs, share, speeds)
@@ -339,13 +344,18 @@ def split_by_cost(
         tokens = max(int(SHRINK * tokens), least)
     counts = best.counts
     share = best.share or deal(best.costs, ranks, speeds, in_step=in_step)
-    group = np.repeat(np.arange(len(counts)), counts)
+    number = np.arange(len(counts))  # of each micro-step in the update
+    if in_step:
+        by_rank = in_rounds(best.costs, ranks)
+        number[by_rank] = np.arange(len(counts))
+        counts = [best.counts[micro_step] for micro_step in by_rank]
+    group = np.repeat(number, best.counts)
     order = by_length[np.lexsort((by_length, group))]  # positions ascend within a micro-step
     micro_batches: list[tuple[int, ...]] = []
     first = 0
-    for number in share:
-        micro_batches.append(tuple(counts[first : first + number]))
-        first += number
+    for size in share:
+        micro_batches.append(tuple(counts[first : first + size]))
+        first += size
     return Split.of(micro_batches, order=tuple(order.tolist()))
 
 
@@ -431,6 +441,17 @@ def deal(
     # Bounds that differ by rounding alone must not decide.
     counts = _spread(ends, rates, high * (1 + 1e-9))
     return counts if speeds is None else _some_for_each(counts)
+
+
+def in_rounds(costs: Sequence[float], ranks: int) -> list[int]:
+    """Return the micro-steps of rank 0, then those of rank 1 and so on, so that the costs of a
+    round, to which each rank has one, are neighbours: no other rounds are shorter in all.
+
+    >>> in_rounds([9, 1, 8, 2, 3], 2)
+    [0, 4, 1, 2, 3]
+    """
+    descending = sorted(range(len(costs)), key=lambda micro_step: -costs[micro_step])
+    return [micro_step for rank in range(ranks) for micro_step in descending[rank::ranks]]
 
 
 def _some_for_each(counts: list[int]) -> list[int]:

@@ -23,13 +23,14 @@ schedule: of a million updates none is counted one by one.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from functools import lru_cache
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from orchestrator.errors import PlanError
 from orchestrator.plan.batch import BATCH_SCHEDULE, GLOBAL_BATCH, BatchSchedule
@@ -73,6 +74,11 @@ class Shards:
     def __hash__(self) -> int:
         return self._hash
 
+    @property
+    def digest(self) -> str:
+        """Return a digest of the lengths."""
+        return hashlib.sha256(repr(self.lengths).encode()).hexdigest()[:12]
+
     def samples_at(
         self, positions: NDArray[np.int64], global_batch: int, seed: int, epoch: int
     ) -> NDArray[np.int64]:
@@ -111,6 +117,7 @@ class Branch:
         epoch, position: the place of its next sample.
         global_batch: of its updates in that epoch.
         seed, dataset_samples: of its order.
+        shards_digest, lanes: of its data's shards, where it read some.
     """
 
     run: str
@@ -120,6 +127,12 @@ class Branch:
     global_batch: int
     seed: int
     dataset_samples: int
+    shards_digest: str | None = None
+    lanes: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what is known of it, by its names."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 class Stage(NamedTuple):
@@ -228,6 +241,18 @@ class DataOrder:
                 f"{INITIAL_STATE}: {where} had a place in a data set of {branch.dataset_samples} "
                 f"samples, but this one has {self.dataset_samples}; to begin with the weights "
                 f"alone, use train.initial_weights={branch.run}"
+            )
+        if self.shards and branch.shards_digest not in (None, self.shards.digest):
+            raise PlanError(
+                f"{INITIAL_STATE}: {where} had a place in shards of other lengths, so samples "
+                "would come in another order; to begin with the weights alone, use "
+                f"train.initial_weights={branch.run}"
+            )
+        if self.shards and branch.position and branch.lanes not in (None, self.shards.lanes):
+            raise PlanError(
+                f"{INITIAL_STATE}: {where} is within an epoch of data that is read in "
+                f"{branch.lanes} lanes, but these are {self.shards.lanes}; use as many, or a "
+                "checkpoint at the end of an epoch"
             )
         if self.shards and branch.position and branch.global_batch != self.global_batch:
             raise PlanError(

@@ -7,7 +7,7 @@ the model; unknown values are None. The workers make it again with both known, a
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +111,8 @@ class Plan:
         if config.accumulation.balance == "measured" and split.idle_ranks and samples is not None:
             raise PlanError(
                 f"accumulation.balance=measured needs work for every rank, but an update has "
-                f"{plural(split.micro_step_count, 'micro-step')} for {split.ranks} ranks: smaller "
-                f"ones, or a larger {GLOBAL_BATCH}, would do, or accumulation.balance=even"
+                f"{plural(split.micro_step_count, 'micro-step')} for {split.ranks} ranks; try "
+                f"{_enough_work(order, split, work)}, or accumulation.balance=even"
             )
         length = _length(order, config.train, samples)
         return cls(
@@ -197,7 +197,7 @@ class Plan:
             "gathers_per_update": self.traffic.gathers,
             **({"samples": length.samples} if length.samples is not None else {}),
             **({"batch_schedule": self.stages()} if self.order.batch_schedule else {}),
-            **({"branch": asdict(self.branch)} if self.branch else {}),
+            **({"branch": self.branch.to_json()} if self.branch else {}),
             "warnings": self.warnings,
         }
 
@@ -259,6 +259,32 @@ def _work(config: Config, known: JobFacts, samples: int | None) -> WorkByCost | 
         reproducible=accumulation.reduction == "reproducible",
         in_step=config.engine.shard_model != "none",
     )
+
+
+def _enough_work(order: DataOrder, split: Split, work: WorkByCost | None) -> str:
+    """Return the nearest setting by which an update has a micro-step for every rank."""
+    samples, ranks = order.samples_of(0), split.ranks
+    if order.dataset_samples < ranks:
+        return f"at most {plural(order.dataset_samples, 'rank')}"
+    if samples < ranks:
+        return f"{GLOBAL_BATCH}={ranks}"
+    if work is None:  # in reproducible mode, where whole leaves are dealt
+        return f"{MICRO_BATCH}={-(-samples // (ranks - 1)) - 1}"
+
+    def is_enough(tokens: int) -> bool:
+        smaller = replace(work, budget=replace(work.budget, micro_tokens=tokens))
+        return not smaller.split(order.indices(0), ranks).idle_ranks
+
+    enough, too_many = int(work.budget.padded(work.lengths).min()), work.budget.micro_tokens
+    if not is_enough(enough):
+        return f"a larger {GLOBAL_BATCH}"
+    while too_many - enough > 1:
+        tokens = (enough + too_many) // 2
+        if is_enough(tokens):
+            enough = tokens
+        else:
+            too_many = tokens
+    return f"{MICRO_TOKENS}={enough}"
 
 
 def _batch(config: Config, nodes: int) -> Batch:

@@ -32,6 +32,7 @@ KEY_OF_PARTS: dict[str, Any] = {
     "lines": [{"name": name, "dash": "", "colour": n} for n, name in enumerate(PARTS, 1)],
     "course": "",
 }
+WORK = {"work": 1, "wait": PARTS.index("wait") + 1}  # with their colours
 Chart = dict[str, Any]
 Runs = Sequence[Mapping[str, Any]]
 
@@ -70,6 +71,8 @@ def charts(data: Mapping[str, Any]) -> list[Chart]:
     found.append(_time_of_updates(runs[0]) if len(runs) == 1 else _shares(runs))
     if data["sweep"]:
         return found + [chart for key, title in BARS if (chart := _bars(runs, key, title))]
+    if len(runs[0]["seconds_of_ranks"]) > 1:
+        found.append(_work_by_rank(runs[0]))
     return found + ([_memory(runs[0])] if runs[0]["memory"] else [])
 
 
@@ -246,6 +249,34 @@ def _shares(runs: Runs) -> Chart:
             "x": _numbers("share", "share of time, rank 0", **axis),
             "color": COLOUR_OF_PARTS,
             "tooltip": _fields("run", "part", share=".1%"),
+        },
+    )
+
+
+def _work_by_rank(run: Mapping[str, Any]) -> Chart:
+    """Return how long each rank worked in updates, and waited for others."""
+    rows = run["seconds_of_ranks"]
+    least, most = rows[0], rows[-1]
+    values = [
+        {"rank": f"rank {row['rank']}", "part": part, "seconds": row[part]}
+        for row in rows
+        for part in ("work", "wait")
+    ]
+    hidden = "" if len(rows) == run["plan"]["ranks"] else ": those that wait least, and most"
+    return _chart(
+        "work-by-rank",
+        f"Work and waiting by rank{hidden}",
+        f"rank {least['rank']} waits least: {least['wait']:.4g} s beside {least['work']:.4g} s of "
+        f"work; rank {most['rank']} most: {most['wait']:.4g} s beside {most['work']:.4g} s",
+        values,
+        {"lines": [{"name": n, "dash": "", "colour": c} for n, c in WORK.items()], "course": ""},
+        height=ROW * len(rows),
+        mark="bar",
+        encoding={
+            "y": _names("rank", [f"rank {row['rank']}" for row in rows]),
+            "x": _numbers("seconds", "seconds in updates of the last attempt"),
+            "color": {**COLOUR_OF_PARTS, "scale": {"domain": ["work", *PARTS[1:]]}},
+            "tooltip": _fields("rank", "part", "seconds"),
         },
     )
 

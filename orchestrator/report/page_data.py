@@ -17,6 +17,7 @@ from typing import Any
 
 from orchestrator.config.changes import flat
 from orchestrator.errors import RunFolderError
+from orchestrator.report.run_tables import stage_rows
 from orchestrator.report.status_tables import describe_search
 from orchestrator.report.sweep_tables import (
     SweptRun,
@@ -63,10 +64,11 @@ SECRET_NAMES = (
 def shown(key: str, value: Any) -> str:
     """Return a value as text, unless its key's name says that it is a secret.
 
-    >>> shown("job.api_key", "x"), shown("job.width", 3)
-    ('(hidden)', '3')
+    >>> shown("job.api_key", "x"), shown("job.width", 3), shown("accumulation.micro_tokens", "64")
+    ('(hidden)', '3', '64')
     """
-    secret = any(part in key.lower() for part in SECRET_NAMES)
+    is_count = key.lower().endswith("tokens") and str(value).isdigit()
+    secret = not is_count and any(part in key.lower() for part in SECRET_NAMES)
     return "(hidden)" if secret and value is not None else harmless(value)
 
 
@@ -79,6 +81,10 @@ def hidden(override: str) -> str:
 OF_NO_RUN = ("run", "hydra")  # sections that say where a run lies, not what it computes
 POINTS = 24_000  # drawn in all lines together, so that the page stays below 2 MB
 MOST_MARKS = 100  # restarts of a run, the latest
+MOST_RANKS = 32  # whose times are drawn
+PLANNED = (
+    "nodes", "ranks", "global_batch", "micro_tokens", "micro_steps", "updates", "parameters",
+)  # fmt: skip
 ELSEWHERE = re.compile(r"[+~]*(run\.dir=|hydra[/.]|sweep\.)")
 # Of each run: key, title, what its text is made by. `metrics` follow.
 FIGURES: Sequence[tuple[str, str, Callable[[float | None], str]]] = (
@@ -257,9 +263,10 @@ def _run(
         "memory": summary.memory_bytes,
         "time_shares": summary.time_shares,
         "plan": {
-            key: cell.plan.get(key)
-            for key in ("nodes", "ranks", "global_batch", "micro_steps", "updates", "parameters")
+            **{key: cell.plan.get(key) for key in PLANNED},
+            "batch_schedule": "; ".join(map(" ".join, stage_rows(cell.plan))) or None,
         },
+        "seconds_of_ranks": _of_ranks(result.get("seconds_of_ranks") or {}),
         "restarts": [
             {key: str(note.get(key, "")) for key in ("attempt", "resumed_from", "why")}
             for note in result.get("restarts") or []
@@ -273,6 +280,23 @@ def _run(
         "command": _command(run, submission),
         "made_in": str(submission.get("folder") or UNKNOWN),
     }
+
+
+def _of_ranks(seconds: Mapping[str, list[float]]) -> list[dict[str, Any]]:
+    """Return each rank's seconds of work and of waiting in updates, those first that wait least; of
+    many ranks those that wait least, and most.
+
+    >>> [row["rank"] for row in _of_ranks({"work": [1.0, 3.0, 2.0], "wait": [2.0, 0.0, 1.0]})]
+    [1, 2, 0]
+    """
+    columns = zip(seconds.get("work", ()), seconds.get("wait", ()), strict=True)
+    rows = [
+        {"rank": rank, "work": rounded(work), "wait": rounded(wait)}
+        for rank, (work, wait) in enumerate(columns)
+    ]
+    rows.sort(key=lambda row: row["wait"])
+    half = MOST_RANKS // 2
+    return rows if len(rows) <= MOST_RANKS else [*rows[:half], *rows[-half:]]
 
 
 def _warnings(run: RunDir) -> list[str]:

@@ -114,7 +114,7 @@ def _plan_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
         *_branch_rows(plan),
         ("global batch", batch),
         *_balance(plan),
-        *_stage_rows(plan),
+        *stage_rows(plan),
         ("updates", f"{_known(plan, 'updates', _NO_DATA)}{length}"),
         (per_epoch, _known(plan, "updates_per_epoch", _NO_DATA)),
         ("samples in the data set", _known(plan, "dataset_samples", _NO_DATA)),
@@ -134,7 +134,7 @@ def _branch_rows(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "begins with", f"{branch['run']} after update {branch['updates']} ({place})"
 
 
-def _stage_rows(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def stage_rows(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield a row for each later stage of a batch schedule, with the peak of its learning rate."""
     stages = plan.get("batch_schedule") or []
     scaling = (plan.get("schedule") or {}).get("scaling")

@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol, TypeVar
 
@@ -75,7 +75,8 @@ class Saves(Protocol):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
     """A complete checkpoint: `updates` done, `samples` seen, the engine's own `extra`, the digests
-    of its `files` by their names.
+    of its `files` by their names, and measured `speeds`, a row for each rank: its speed and the
+    digest of its node.
     """
 
     folder: Path
@@ -83,6 +84,7 @@ class Checkpoint:
     samples: int
     extra: dict[str, Any]
     files: dict[str, str]
+    speeds: list[list[float]] = field(default_factory=list[list[float]])
 
     def damage(self, names: Iterable[str]) -> str | None:
         """Return what is wrong with the first bad one of these files; None if all are as saved."""
@@ -136,6 +138,7 @@ def save(
     samples: int,
     keep: int,
     run: str | None = None,
+    speeds: Sequence[Sequence[float]] = (),
 ) -> Path:
     """Write a checkpoint and remove all but the newest `keep`.
 
@@ -143,6 +146,7 @@ def save(
 
     Args:
         run: the run's identity; None in library mode.
+        speeds: of ranks; see `Checkpoint`.
     """
     partial = begin(checkpoints, updates, run)
     if partial is not None:
@@ -150,6 +154,7 @@ def save(
             extra = engine.save_state(partial)
             files = synced_digests(sorted(partial.iterdir()))
         state = {"updates": updates, "samples": samples, "run": run}
+        state |= {"speeds": speeds} if speeds else {}
         commit_checkpoint(partial, {**state, "files": files, "extra": extra}, keep=keep)
     return folder_of(checkpoints, updates)
 
@@ -345,7 +350,7 @@ def load(folder: Path, run: str | None = None, *, contents: bool = True) -> Chec
         raise RunFolderError(f"{folder / odd} is damaged: {STATE} and the folder differ about it")
     found = Checkpoint(
         folder=folder, updates=state["updates"], samples=state["samples"], extra=state["extra"],
-        files=state["files"],
+        files=state["files"], speeds=state.get("speeds", []),
     )  # fmt: skip
     if contents and (damage := found.damage(found.files)):
         raise RunFolderError(damage)

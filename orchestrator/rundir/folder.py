@@ -76,6 +76,7 @@ class RunDir:
     resumes = _below("resumes.json")  # what people asked for since
     initial_weights = _below("initial_weights.safetensors")
     initial_state = _below("initial_state")  # a copy of another run's checkpoint
+    speeds = _below("speeds.json")  # that another run has recorded
     logs = _below("logs")
     checkpoints = _below("checkpoints")
     best = _below("best")  # the checkpoint of the best evaluation

@@ -117,7 +117,7 @@ def warn_into(path: Path, rank: int) -> None:
 def warn(sentence: str, *, kind: str | None = None) -> None:
     """Warn the users of this run. Never raises in a run, not collective, cheap when repeated.
 
-    In library mode it is Python's `UserWarning`.
+    In library mode it is Python's `UserWarning`, with the rank that torchrun has given the process.
 
     Args:
         sentence: what was seen, what it means, and the remedy.
@@ -126,6 +126,8 @@ def warn(sentence: str, *, kind: str | None = None) -> None:
     """
     sentence = sentence if len(sentence) <= LONGEST else sentence[: LONGEST - 1] + "…"
     if _destination is None:
+        if sentence.startswith(ABOUT_RANK) and (rank := os.environ.get("RANK")):
+            sentence = f"rank {rank}: {sentence}"
         warnings.warn(sentence, UserWarning, stacklevel=2)
     else:
         _destination.warn(sentence, kind or sentence)

@@ -15,7 +15,13 @@ from typing import Any, cast
 
 from orchestrator.agent.processes import this_process_alone
 from orchestrator.audit import FOLDER
-from orchestrator.client.balance import SPARE_WINDOWS, MeasuredSpeeds
+from orchestrator.client.balance import (
+    SPARE_WINDOWS,
+    MeasuredSpeeds,
+    RecordedSpeeds,
+    Speeds,
+    known_speed,
+)
 from orchestrator.client.loop import Callback, RankWindows, TrainingLoop
 from orchestrator.client.run import current_run
 from orchestrator.errors import (
@@ -26,6 +32,7 @@ from orchestrator.errors import (
     ReplicasDiffer,
     StopRequested,
 )
+from orchestrator.plan.recorded_speeds import BALANCE
 from orchestrator.rundir.checkpoints import remove_partial
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.metrics import read_metrics
@@ -100,7 +107,7 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
     membership, progress, engine = training.membership, training.progress, training.engine
     group = training.group if membership is None else membership  # with the present rank and size
     train, in_shards = training.config.train, training.config.engine.shard_model != "none"
-    process = os.getpid()
+    process, speeds = os.getpid(), None
     worker.link.send_event("trains")
 
     def evaluate() -> dict[str, float]:
@@ -108,6 +115,7 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
         last = progress.updates - 1
         current_run.set_update(last, loop.windows.epoch_of(last))
         figures: Mapping[str, float] = {}
+        progress.evaluating = training.evaluates_together
         if held_out is not None:
             report = held_out()
             figures = report.figures
@@ -118,6 +126,7 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
                 }
         if group.rank == 0 or in_shards:
             figures = joined_figures(figures, engine.evaluate())
+        progress.evaluating = False
         return dict(figures)
 
     while True:
@@ -132,38 +141,39 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
                 raise why
         if (group.rank == 0) != (training.recorder is not None):
             raise RuntimeError(f"rank {group.rank} of a group, of which only rank 0 writes")
-        best = training.best = _best(training, group.rank)
-        loop = TrainingLoop(
-            windows=RankWindows(
-                training.planned,
-                group.rank,
-                training.rates,
-                ranks=group.size,
-                shard_ranks=engine.shard_ranks,
-                speeds=_speeds(training, group.rank, group.size),
-            ),
-            updates=training.updates,
-            checkpoints=training.checkpoints,
-            callbacks=_callbacks(worker, training),
-            progress=progress,
-            checkpoint_every=train.checkpoint_every,
-            evaluate_every=train.evaluate_every,
-            # SLURM may end the step when a lost node comes back, and more losses may follow.
-            checkpoint_soon=membership is not None and bool(membership.changes),
-            evaluate=evaluate if group.rank == 0 or training.evaluates_together else None,
-            judge=best and best.judge,
-        )
         held_out = None
-        if training.held_out is not None:
-            held_out = HeldOutEvaluation(
-                training.held_out,
-                engine,
-                training.planned,
-                rank=group.rank,
-                ranks=group.size,
-                before_piece=loop.begin_held_out_piece,
-            )
         try:
+            speeds = _speeds(training, group.rank, group.size, before=speeds)
+            best = training.best = _best(training, group.rank)
+            loop = TrainingLoop(
+                windows=RankWindows(
+                    training.planned,
+                    group.rank,
+                    training.rates,
+                    ranks=group.size,
+                    shard_ranks=engine.shard_ranks,
+                    speeds=speeds,
+                ),
+                updates=training.updates,
+                checkpoints=training.checkpoints,
+                callbacks=_callbacks(worker, training),
+                progress=progress,
+                checkpoint_every=train.checkpoint_every,
+                evaluate_every=train.evaluate_every,
+                # SLURM may end the step when a lost node comes back, and more losses may follow.
+                checkpoint_soon=membership is not None and bool(membership.changes),
+                evaluate=evaluate if group.rank == 0 or training.evaluates_together else None,
+                judge=best and best.judge,
+            )
+            if training.held_out is not None:
+                held_out = HeldOutEvaluation(
+                    training.held_out,
+                    engine,
+                    training.planned,
+                    rank=group.rank,
+                    ranks=group.size,
+                    before_piece=loop.begin_held_out_piece,
+                )
             if training.evaluates_together:  # some may have before others were lost
                 rows = engine.gather([progress.evaluated])
                 progress.evaluated = int(min(row[0] for row in rows))
@@ -179,6 +189,7 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
                 if membership is None:
                     raise
                 membership.go_on(error, progress)
+                progress.evaluating = False
             except Evicted:  # the others continue
                 raise
             except PeerLost:
@@ -210,14 +221,41 @@ def _best(training: Training, rank: int) -> BestCheckpoint | None:
     )
 
 
-def _speeds(training: Training, rank: int, ranks: int) -> MeasuredSpeeds | None:
-    """Return what deals work by speed in a new group, in which no speed is known yet."""
-    config = training.config
-    if config.accumulation.balance != "measured" or ranks == 1:
+def _speeds(training: Training, rank: int, ranks: int, *, before: Speeds | None) -> Speeds | None:
+    """Return what deals work by speed in a new group. Collective.
+
+    Args:
+        before: of the group before, on a rank that was in it.
+    """
+    config, checkpoints = training.config, training.checkpoints
+    if changes := training.recorded_speeds:
+        if ranks == len(changes[0][1]):
+            return RecordedSpeeds(changes)
+        if rank == 0:
+            warn(
+                f"{BALANCE}={config.accumulation.balance} has the speeds of "
+                f"{len(changes[0][1])} ranks, but there are {ranks} now: work is dealt evenly"
+            )
+    if config.accumulation.balance != "measured":
+        checkpoints.speeds = []  # of an attempt that measured
+        return None
+    if ranks == 1:
         return None
     # Each loader worker has two micro-batches waiting; a window of the fewest has one.
     ahead = 2 * config.train.loader_workers + SPARE_WINDOWS
-    return MeasuredSpeeds(rank, training.progress.updates, ahead, training.engine.gather)
+    speeds = MeasuredSpeeds.begin(
+        rank,
+        training.progress.updates,
+        ahead,
+        training.engine.gather,
+        known=(
+            before.own
+            if isinstance(before, MeasuredSpeeds)
+            else known_speed(checkpoints.speeds, rank)
+        ),
+    )
+    checkpoints.speeds = speeds.rows
+    return speeds
 
 
 def _save_before_failing(worker: WorkerProcess, training: Training, error: Exception) -> None:

@@ -41,6 +41,7 @@ from orchestrator.job import (
 from orchestrator.plan.order import Shards
 from orchestrator.plan.parts import JobFacts, branch_in
 from orchestrator.plan.plan import Plan
+from orchestrator.plan.recorded_speeds import SpeedChanges, kept_speeds
 from orchestrator.plugins import FRAMEWORKS
 from orchestrator.report.compare import warnings_of
 from orchestrator.report.run_tables import balance_text
@@ -90,6 +91,7 @@ class Training:
         held_out: what all ranks evaluate together; None where the job has none.
         best: watches the figure of `train.keep_best`, in the present group.
         membership: None where losses are not survived.
+        recorded_speeds: that the run repeats, if any.
         recorder: on rank 0, the one that writes. If that rank dies, another makes its own.
         in_boundary: weights and optimizer may be changing.
     """
@@ -106,6 +108,7 @@ class Training:
     held_out: HeldOutData | None = None
     best: BestCheckpoint | None = None
     membership: GroupMembership | None = None
+    recorded_speeds: SpeedChanges = field(default_factory=list)
     progress: TrainingProgress = field(default_factory=TrainingProgress)
     recorder: Recorder | None = None
     in_boundary: bool = False
@@ -237,16 +240,25 @@ class Training:
     def facts_of_ranks(self) -> dict[str, Any]:
         """Return values of result.json that all ranks know together. Collective.
 
-        `memory` has bytes by what they are for, and their peak, a number for each rank;
+        `memory` has bytes by what they are for, and their peak, a number for each rank, as
+        `seconds_of_ranks` has those of work and waiting in this attempt's updates;
         `weights_sha256` is among them if no rank holds all weights.
         """
         engine = self.engine
         mine = {**engine.memory_bytes(), "peak": engine.peak_memory_bytes()}
-        rows = engine.gather([float(size) for size in mine.values()])
-        memory = {name: [int(row[column]) for row in rows] for column, name in enumerate(mine)}
-        if engine.part() is None:
-            return {"memory": memory}
-        return {"memory": memory, "weights_sha256": engine.weights_sha256()}
+        times = self.progress.work_s, self.progress.wait_s
+        rows = engine.gather([*times, *(float(size) for size in mine.values())])
+        work, wait, *sizes = zip(*rows, strict=True)
+        facts: dict[str, Any] = {
+            "memory": {name: list(map(int, row)) for name, row in zip(mine, sizes, strict=True)},
+            "seconds_of_ranks": {
+                "work": [round(s, 3) for s in work],
+                "wait": [round(s, 3) for s in wait],
+            },
+        }
+        if engine.part() is not None:
+            facts["weights_sha256"] = engine.weights_sha256()
+        return facts
 
     def result(self, facts: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Return the values of result.json, which rank 0 writes when a run ends well or is stopped.
@@ -268,6 +280,7 @@ class Training:
             "weights_sha256": facts.get("weights_sha256") or self.engine.weights_sha256(),
             "peak_memory_bytes": facts["memory"]["peak"],
             "memory": {name: max(sizes) for name, sizes in facts["memory"].items()},
+            "seconds_of_ranks": facts["seconds_of_ranks"],
             "collectives": figures.total("collectives") or 0,
             "bytes_on_wire": figures.total("bytes_on_wire") or 0,
             "seconds": seconds + figures.seconds_before(self.attempt),
@@ -354,6 +367,7 @@ def _set_up(worker: WorkerProcess) -> Training:
         group=group, planned=planned,
         updates=planned.updates, rates=own_rates(job, config.schedule, engine, planned.updates),
         held_out=agreed_held_out(engine, job, by_length=planned.work is not None),
+        recorded_speeds=kept_speeds(config, run),
     )  # fmt: skip
     if config.train.keep_best is not None and training.held_out is None and not evaluates(job):
         raise ConfigError(

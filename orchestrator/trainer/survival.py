@@ -38,15 +38,21 @@ from orchestrator.trainer.worker import WorkerProcess
 log = logging.getLogger(__name__)
 
 
-def describe_loss(gone: Sequence[int], update: int, why: Sequence[str], *, over: bool) -> str:
+def describe_loss(
+    gone: Sequence[int], update: int, why: Sequence[str], *, over: bool, evaluating: bool = False
+) -> str:
     """Return which ranks were lost, when, and why.
 
     >>> describe_loss([3], 12, ["on node1: killed by signal 9 (SIGKILL)"], over=False)
     'rank 3 went away in update 12, on node1: killed by signal 9 (SIGKILL)'
     >>> describe_loss([0, 1], 41, [], over=True)
     'ranks 0-1 went away after the last update, 40'
+    >>> describe_loss([3], 12, [], over=False, evaluating=True)
+    'rank 3 went away in the evaluation after update 11'
     """
     when = f"after the last update, {update - 1}" if over else f"in update {update}"
+    if evaluating:
+        when = f"in the evaluation after update {update - 1}"
     return ", ".join([f"{named_ranks(gone)} went away {when}", *why])
 
 
@@ -396,14 +402,16 @@ class GroupMembership(Callback):
             "generation": newer.number, "ranks": count, "nodes": len(self._nodes),
             "seconds": round(seconds, 3),
         }  # fmt: skip
-        over = lost is None and progress.over(self._updates)  # no update was under way
+        # Where no update was under way, none is redone.
+        evaluating = lost is None and progress.evaluating
+        over = lost is None and progress.over(self._updates)
         change: dict[str, Any] = {"generation": newer.number}
         if came:
             change["joined"] = {**facts, "came": came}
             self._say(f"{named_ranks(came)} came back; {count} ranks go on with update {update}")
         if gone:
             back = {} if lost is None else {"lost_updates": lost}
-            ended = {"redone": 0} if over else {}
+            ended = {"redone": 0} if over or evaluating else {}
             change["survived"] = {**facts, "gone": gone, "why": why, **back, **ended}
             tries = 1 + self._tries[1] * (self._tries[0] == progress.updates)
             self._tries = (progress.updates, tries)
@@ -413,14 +421,16 @@ class GroupMembership(Callback):
                     f"it, at last {named_ranks(gone)}: so many losses in one update are not "
                     f"survived"
                 )
-            sentence = describe_loss(gone, update, why, over=over)
+            sentence = describe_loss(gone, update, why, over=over, evaluating=evaluating)
             if lost is not None:
                 sentence += (
                     "; no rank has its part of the optimizer's state, so the run goes back to its "
                     f"newest checkpoint, after update {progress.updates}"
                 )
             rest = f"{count} ranks redo it and go on" if count > 1 else "1 rank redoes it, alone"
-            if over:
+            if evaluating:
+                rest = f"{count} ranks evaluate again" if count > 1 else "1 rank evaluates again"
+            elif over:
                 rest = f"{count} ranks end the run" if count > 1 else "1 rank ends the run"
             self._say(f"{sentence}; {self._node_shortage() or rest}")
         self.changes.append(change)

@@ -4,7 +4,13 @@ import threading
 
 import pytest
 
-from orchestrator.client.balance import INTERVAL, MeasuredSpeeds, speeds_of
+from orchestrator.client.balance import (
+    INTERVAL,
+    MeasuredSpeeds,
+    known_speed,
+    node_digest,
+    speeds_of,
+)
 from orchestrator.errors import JobError
 from orchestrator.plan.window import planner_of
 from tests.plan.stated import make_plan
@@ -99,3 +105,38 @@ def test_a_long_run_keeps_only_the_speeds_that_windows_still_need():
         ranks.true = [1.0, 0.4 if number // INTERVAL % 2 else 1.0]
         ranks.update(number)
     assert 1 < len(ranks.all[0].changes) <= 2 + AHEAD
+
+
+def test_a_new_group_begins_with_the_speeds_that_its_ranks_know():
+    """Rank 1 is lost; rank 2, which is slow, goes on beside one that is new on another node."""
+    here = node_digest()
+    before = [[1.2, here], [1.2, here], [0.6, here], [1.0, here + 1]]
+    assert [known_speed(before, rank) for rank in (0, 2, 9)] == [1.2, 0.6, 1.0]
+    assert known_speed([[1.5, here + 1]], 0) is None
+    rows = [[1.2, here], [0.6, here], [0.0, here + 1]]
+    speeds = MeasuredSpeeds.begin(1, 20, AHEAD, lambda _: rows, known=0.6)
+    assert speeds.at(20) == pytest.approx([1.2 / 2.8 * 3, 0.6 / 2.8 * 3, 1.0 / 2.8 * 3])
+    assert speeds.began_at(20) == speeds.at(20)
+    assert speeds.own == speeds.at(20)[1]
+
+
+def test_the_rows_for_checkpoints_follow_new_speeds():
+    numbers = [[1.0, 4.0], [4.0, 4.0]]
+    speeds = MeasuredSpeeds.begin(0, 0, AHEAD, lambda _: [[0.0, 1.0], [0.0, 2.0]], known=None)
+    assert speeds.rows == [[1.0, 1.0], [1.0, 2.0]]
+    assert speeds.at(0) is None
+    rows, speeds.gather = speeds.rows, lambda _: numbers
+    for update in range(INTERVAL):
+        speeds.add(update, seconds=0.25, cost=1.0)
+    assert rows == [[1.6, 1.0], [0.4, 2.0]]
+
+
+def test_a_slow_rank_of_a_script_is_named_in_the_words_of_the_call(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    rows = [[1.0, 4.0], [4.0, 4.0]]
+    speeds = MeasuredSpeeds(1, 0, AHEAD, lambda _: rows, setting="balance='measured'")
+    for update in range(4 * INTERVAL - 1):
+        speeds.add(update, seconds=1.0, cost=1.0)
+    said = r"rank 1: it works at 0\.40 .* \(balance='measured'\); its node, "
+    with pytest.warns(UserWarning, match=said):
+        speeds.add(4 * INTERVAL - 1, seconds=1.0, cost=1.0)

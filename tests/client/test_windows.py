@@ -1,5 +1,6 @@
 """`run.windows`: the big batch's updates in a loop of one's own, wherever it was stopped."""
 
+import json
 import random
 import signal
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from orchestrator.plan.order import DataOrder
 from orchestrator.rundir.program_link import RUN
 from orchestrator.testing.processes import run_ranks
 from tests.engine.torch.jobs import numbers_of, sgd_accumulator
+from tests.run_folders import make_run, record
 
 SAMPLES = 53
 X = torch.randn(SAMPLES, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -216,6 +218,7 @@ def test_ranks_that_would_form_other_micro_steps_are_refused(name, values):
         ({"callbacks": [print]}, r"callbacks must derive from orchestrator\.callbacks\.Callback"),
         ({"shards": [50, 3]}, r"shards must be as in shards=data\.shards, but is \[50, 3\]"),
         ({"checkpoints": ""}, "checkpoints must be a folder, but is ''"),
+        ({"total_samples": 9, "epochs": 2}, "epochs=2 and total_samples=9 are two lengths of the"),
         ({"ragged": "cary"}, r"run\.windows\(\): ragged must be one of .*; did you mean 'carry'"),
         ({"batch_schedule": [[0, 9]]}, r"run\.windows\(\): batch_schedule: \[0, 9\] is no later"),
         ({"epochs": 0}, r"run\.windows\(\): epochs must be a number above 0, but is 0"),
@@ -454,3 +457,57 @@ def test_two_accumulators_share_windows_each_in_a_pass_of_its_own():
             ours.boundary()
     assert numbers_of(models[0]).equal(numbers_of(models[1]))
     assert not numbers_of(models[0]).equal(numbers_of(net()))
+
+
+def test_a_loop_is_dealt_by_the_speeds_that_a_run_has_recorded(tmp_path):
+    run = make_run(tmp_path / "run")
+    speeds = [1.0, 1.0], [1.5, 0.5]
+    lines = [json.dumps(record(n, speeds=speeds[n])) + "\n" for n in range(2)]
+    run.metrics.write_text("".join(lines))
+    options = {"global_batch": 16, "micro_batch": 4, "updates": 3, "balance": str(run.path)}
+
+    def rank(group):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        ours = Accumulator(model, optimizer, group)
+        sizes = []
+        for window in CurrentRun({}).windows(SAMPLES, ours, **options):
+            sizes.append(0)
+            for piece in window:
+                backward(ours, model, piece)
+                sizes[-1] += len(piece)
+            ours.boundary()
+        ours.close()
+        return sizes
+
+    assert run_in_threads(2, rank) == [[8, 12, 12], [8, 4, 4]]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "balance", "said"),
+    [
+        (3, "run", "its speeds are of 2 ranks, but this run has 3 ranks; start it on 2"),
+        (2, "damaged", r"metrics.jsonl is damaged: the speeds of update 0 are \[1.5, None\]"),
+        (2, "measurd", "balance must be even, measured or the folder of a run .* did you mean"),
+    ],
+)
+def test_recorded_speeds_of_other_ranks_or_of_no_run_are_refused(tmp_path, ranks, balance, said):
+    run = make_run(tmp_path / "run")
+    speeds = [1.5, None if balance == "damaged" else 0.5]
+    run.metrics.write_text(json.dumps(record(0, speeds=speeds)) + "\n")
+    folder = balance if balance == "measurd" else str(run.path)
+
+    def rank(group):
+        with pytest.raises(ConfigError, match=said):
+            Training(group, global_batch=16, updates=1, balance=folder)
+
+    run_in_threads(ranks, rank)
+
+
+def test_a_training_may_be_as_long_as_it_takes_to_see_so_many_samples():
+    options = {"global_batch": 16, "batch_schedule": [[2, 20]], "total_samples": 70}
+    sizes = [16, 16, 20, 1, 20]  # an epoch has 53
+    windows = Training(TorchGroup.alone(), **options).windows
+    assert windows.updates == len(sizes)
+    assert windows.plan.length.samples == 70
+    assert [windows.plan.order.samples_of(update) for update in range(5)] == sizes

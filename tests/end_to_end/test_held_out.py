@@ -60,9 +60,12 @@ def test_the_others_evaluate_again_where_a_rank_is_lost_in_an_evaluation(run, al
     assert len(helpers.records(run)) == 4
     os.kill(helpers.rank_pid(run, lost), signal.SIGKILL)
     hold.release()
-    helpers.await_exit(process, 0)
+    said = " ".join(helpers.await_exit(process, 0).split())
     assert figures(run) == alone
     assert helpers.result(run)["survived"][0]["gone"] == [lost]
+    assert f"rank {lost} went away in the evaluation after update 4" in said
+    assert "2 ranks evaluate again" in said
+    assert "0 updates redone" in said
 
 
 def test_a_run_that_ended_in_an_evaluation_begins_with_it_when_it_is_resumed(run, alone):

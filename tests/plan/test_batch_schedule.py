@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 
@@ -361,3 +362,26 @@ TRUNK = branch_at(DataOrder(dataset_samples=100, global_batch=15), 10)  # after 
 def test_a_schedule_is_warned_of_in_these_words(values, expected):
     plan = make_plan(global_batch=10, updates=7, steps=1, dataset_samples=100, **values)
     assert list(plan.warnings) == expected
+
+
+@pytest.mark.parametrize(
+    ("shards", "updates", "said"),
+    [
+        (Shards((70, 30), 4), 5, "had a place in shards of other lengths"),
+        (Shards((70, 30), 4), 0, "had a place in shards of other lengths"),
+        (
+            Shards((30, 70), 2),
+            5,
+            "within an epoch of data that is read in 4 lanes, but these are 2",
+        ),
+        (Shards((30, 70), 2), 0, None),
+        (Shards((30, 70), 4), 5, None),
+    ],
+)
+def test_a_branch_goes_on_in_the_shards_of_the_run_that_it_is_from(shards, updates, said):
+    before = Shards((30, 70), 4)
+    values = {"dataset_samples": 100, "global_batch": 10}
+    place = branch_at(DataOrder(**values, shards=before), updates)
+    branch = replace(place, shards_digest=before.digest, lanes=before.lanes)
+    with pytest.raises(PlanError, match=said) if said else nullcontext():
+        DataOrder(**values, shards=shards, branch=branch)

@@ -1,5 +1,6 @@
 """Work by cost: every sample once, within the budget, and as even as contiguous runs can be."""
 
+import re
 from dataclasses import replace
 from itertools import combinations_with_replacement, pairwise
 
@@ -201,4 +202,56 @@ def test_a_budget_below_every_length_is_refused_and_one_below_some_is_warned_of(
     with pytest.raises(PlanError, match=r"micro_tokens=8 is less than the shortest .* 9 tokens"):
         make_plan(**values, micro_tokens=8, lengths=lengths)
     plan = make_plan(**values, micro_tokens=20, lengths=lengths)
-    assert "1 sample of 8 are longer than accumulation.micro_tokens=20" in " ".join(plan.warnings)
+    assert "1 sample of 8 is longer than accumulation.micro_tokens=20" in " ".join(plan.warnings)
+
+
+@pytest.mark.parametrize(
+    ("batch", "key"),
+    [
+        ({"global_batch": 5, "steps": 1}, "global_batch"),
+        ({"global_batch": 22, "micro_batch": 4, "reduction": "reproducible"}, "micro_batch"),
+        ({"global_batch": 7, "micro_batch": 7, "reduction": "reproducible"}, "micro_batch"),
+    ],
+)
+def test_too_little_work_for_measured_ranks_is_refused_with_the_nearest_value(batch, key):
+    values = {"nodes": 1, "ranks_per_node": 7, "dataset_samples": 80, "balance": "measured"}
+    with pytest.raises(PlanError, match="needs work for every rank") as refused:
+        make_plan(**values, **batch)
+    value = int(re.search(rf"try accumulation\.{key}=(\d+),", str(refused.value))[1])
+    assert not make_plan(**values, **batch | {key: value}).split.idle_ranks
+    worse = value - 1 if key == "global_batch" else value + 1
+    with pytest.raises(PlanError, match="needs work for every rank"):
+        make_plan(**values, **batch | {key: worse})
+
+
+def test_too_few_micro_steps_by_length_are_refused_with_a_budget_that_gives_enough():
+    values = {
+        "nodes": 1, "ranks_per_node": 5, "dataset_samples": 80, "balance": "measured",
+        "global_batch": 16, "reduction": "reproducible", "lengths": np.full(80, 8),
+    }  # fmt: skip
+    with pytest.raises(PlanError, match="needs work for every rank") as refused:
+        make_plan(**values, micro_tokens=64)
+    tokens = int(re.search(r"try accumulation\.micro_tokens=(\d+),", str(refused.value))[1])
+    assert not make_plan(**values, micro_tokens=tokens).split.idle_ranks
+    with pytest.raises(PlanError, match="needs work for every rank"):
+        make_plan(**values, micro_tokens=tokens + 1)
+    few = {"dataset_samples": 3, "lengths": np.full(3, 8), "global_batch": 3}
+    with pytest.raises(PlanError, match="try at most 3 ranks"):
+        make_plan(**values | few, micro_tokens=64)
+
+
+@given(LENGTHS, st.integers(1, 4), st.integers(8, 200))
+def test_ranks_in_step_have_rounds_of_micro_steps_that_cost_alike(lengths, ranks, tokens):
+    budget = TokenBudget(micro_tokens=tokens)
+    split = split_by_cost(np.array(lengths), ranks, budget, in_step=True)
+    assert sorted(split.order) == list(range(len(lengths)))
+    steps = [len(sizes) for sizes in split.micro_batches]
+    assert steps == list(even_parts(sum(steps), ranks))
+    costs = iter(max(1, *(lengths[p] for p in step)) * len(step) for step in micro_steps(split))
+    of_ranks = [[next(costs) for _ in range(count)] for count in steps]
+    in_order = [
+        rank[number]
+        for number in range(max(steps))
+        for rank in of_ranks[: sum(count > number for count in steps)]
+    ]
+    assert in_order == sorted(in_order, reverse=True)

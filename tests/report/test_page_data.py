@@ -36,6 +36,13 @@ def test_secrets_among_overrides_are_hidden_everywhere(made):
     assert "hunter" not in json.dumps(data_of(sweep))
 
 
+def test_numbers_of_tokens_are_no_secrets(made):
+    [run] = data_of(made("one", "accumulation.micro_tokens=64").path)["runs"]
+    assert "accumulation.micro_tokens=64" in run["command"]
+    [run] = data_of(made("two", "+job.api_tokens=hunter2").path)["runs"]
+    assert "hunter2" not in json.dumps(run)
+
+
 def test_the_command_repeats_the_run_wherever_its_folder_and_settings_came_from(made):
     chosen = ("run.dir=some", "hydra/sweeper=optuna", "hydra.sweeper.n_jobs=4", "sweep.search=tpe")
     words = ["+cluster=slurm", *chosen, "++run.dir=x", "job.hydra.dir=a b", "train.updates=9"]
@@ -191,3 +198,23 @@ def test_many_runs_have_a_course_of_colours_instead_of_names(made, tmp_path):
         made(f"many/{seed}", f"train.seed={seed}")
     first = charts(data_of(tmp_path / "many"))[0]
     assert first["key"] == {"lines": [], "course": "from seed=0 (dark) to seed=7 (bright)"}
+
+
+def test_work_and_waiting_of_ranks_are_drawn_those_first_that_wait_least(made):
+    seconds = {"work": [2.0, 9.0, 3.0], "wait": [8.0, 1.0, 7.0]}
+    data = data_of(made("ranks", ended=result(seconds_of_ranks=seconds)).path)
+    [chart] = [chart for chart in charts(data) if chart["id"] == "work-by-rank"]
+    assert chart["says"].startswith("rank 1 waits least: 1 s beside 9 s of work; rank 0 most: 8 s")
+    drawn = [value["rank"] for value in chart["spec"]["data"]["values"]]
+    assert drawn == ["rank 1", "rank 1", "rank 2", "rank 2", "rank 0", "rank 0"]
+    seconds = {"work": [1.0] * 1000, "wait": [float(rank) for rank in range(1000)]}
+    [run] = data_of(made("many", ended=result(seconds_of_ranks=seconds)).path)["runs"]
+    assert [run["seconds_of_ranks"][n]["rank"] for n in (0, -1)] == [0, 999]
+    assert len(run["seconds_of_ranks"]) < 100
+
+
+def test_the_stages_of_a_batch_schedule_are_on_the_page(made):
+    stages = "accumulation.batch_schedule=[[2,512],[4,700]]"
+    [run] = data_of(made("grows", "accumulation.global_batch=256", stages).path)["runs"]
+    assert "from update 2 on 512 samples in " in run["plan"]["batch_schedule"]
+    assert "; from update 4 on 700 samples in " in run["plan"]["batch_schedule"]

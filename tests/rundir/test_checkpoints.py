@@ -235,6 +235,7 @@ READERS = {
     "resumes.json": RunDir.read_resumes,
     "handle.json": RunDir.read_handle,
     "attempts/000/restart.json": RunDir.restarts,
+    "speeds.json": lambda run: read_json(run.speeds),
     "initial_weights.safetensors": checkpoint.check_initial,
     **dict.fromkeys(
         (f"checkpoints/update-000000002/{name}" for name in ("state.json", "weights.safetensors")),
@@ -252,6 +253,7 @@ def full(whole, tmp_path_factory):
     write_json(run.handle, handle)
     note = {"attempt": 1, "why": "preempted", "resumed_from": 1, "lost_updates": 0}
     write_json(run.restart(0), note)
+    write_json(run.speeds, {"run": "runs/a", "speeds": [[0, [1.0, 1.0]], [9, [1.5, 0.5]]]})
     run.initial_weights.write_bytes(bytes(range(100)))
     digest = {INITIAL_DIGEST: checkpoint.file_sha256(run.initial_weights)}
     write_json(run.submission, {**run.read_submission(), **digest})

@@ -490,3 +490,32 @@ class Assigning(Counted):
     def loss(self, model, batch):
         ops.assign(model[0].bias, model[0].bias * 0.5)
         return Loss(ops.square(model(batch[0]) - batch[1]).sum(), weight=len(batch[1]))
+
+
+class Padded(Line):
+    """A line through the tokens of sequences of 1 to 14, padded to the longest of a micro-batch, or
+    to a multiple of `pad_to`.
+    """
+
+    def __init__(self, samples=96, pad_to=1, **more):
+        super().__init__(samples, **more)
+        self.pad_to = pad_to
+
+    def lengths(self):
+        return [1 + 5 * index % 14 for index in range(self.samples)]
+
+    def dataset(self):
+        points = iter(Line(samples=sum(self.lengths())).dataset())
+        return [[next(points) for _ in range(length)] for length in self.lengths()]
+
+    def collate(self, samples):
+        longest = -(-max(map(len, samples)) // self.pad_to) * self.pad_to
+        x, y, real = np.zeros((3, len(samples), longest, 1), np.float32)
+        for row, points in enumerate(samples):
+            for column, (a, b) in enumerate(points):
+                x[row, column], y[row, column], real[row, column] = a, b, 1
+        return Tensor(x), Tensor(y), Tensor(real)
+
+    def loss(self, model, batch):
+        x, y, real = batch
+        return Loss((ops.square(model(x) - y) * real).sum(), weight=real.sum())

@@ -85,6 +85,23 @@ def test_a_batch_that_grows_is_the_same_update_on_one_and_on_two_ranks(tmp_path)
     assert found["max_relative_difference"] <= 1e-5
 
 
+def test_micro_steps_by_tokens_are_the_same_update_on_one_and_on_two_ranks(tmp_path):
+    padded = (
+        "job._target_=tests.engine.mindspore.jobs.Padded", "accumulation.global_batch=32",
+        "train.updates=6", "tracker=none", "cluster.nodes=1", "schedule.base_lr=0.1",
+    )  # fmt: skip
+    by_tokens = ("accumulation.micro_tokens=56", "accumulation.pad_to=7", "job.pad_to=7")
+    one, two = tmp_path / "one", tmp_path / "two"
+    whole = ("cluster.ranks_per_node=1", "accumulation.steps=1")
+    helpers.call(*padded, *whole, f"run.dir={one}", timeout=390, code=0)
+    dealt = (*by_tokens, "cluster.ranks_per_node=2", "accumulation.balance=measured")
+    done = helpers.call(*padded, *dealt, f"run.dir={two}", timeout=390, code=0)
+    assert "padded to real tokens" in done.stdout
+    assert helpers.records(two)[0]["micro_steps"] > 2
+    assert helpers.records(two)[0]["speeds"] == [1.0, 1.0]
+    assert helpers.compare(two, one)["max_relative_difference"] <= 1e-5
+
+
 def test_a_branch_goes_on_from_the_state_of_another_run(tmp_path):
     same = (
         "job=line", "optimizer=adam", "schedule.base_lr=0.1", "accumulation.global_batch=100",
