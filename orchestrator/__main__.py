@@ -7,6 +7,7 @@ but `export` imports a framework.
 from __future__ import annotations
 
 import functools
+import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -43,7 +44,23 @@ Verb = TypeVar("Verb", bound=Callable[..., Any])
 Json = Annotated[bool, typer.Option("--json", help="Print data instead of a table.")]
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="More detail; tracebacks.")]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Only errors.")]
-AsForLaunch = Annotated[list[str] | None, typer.Argument(help="As for launch.")]
+
+
+def _overrides(incomplete: str) -> list[str]:
+    from orchestrator.cli.completion import complete_override, typed_words
+
+    return complete_override(typed_words(os.environ), incomplete)
+
+
+def _runs(incomplete: str) -> list[str]:
+    from orchestrator.cli.completion import complete_run
+
+    return complete_run(incomplete)
+
+
+AsForLaunch = Annotated[
+    list[str] | None, typer.Argument(help="As for launch.", autocompletion=_overrides)
+]
 ConfigDir = Annotated[
     str | None, typer.Option("--config-dir", "-cd", help="Folder of your own configs.")
 ]
@@ -103,7 +120,9 @@ def _options_of(context: typer.Context) -> list[str]:
 
 @verb("launch -m accumulation.steps=1,2,4", **FROM_HYDRA)
 def launch(
-    arguments: Annotated[list[str] | None, typer.Argument(help="KEY=VALUE, -m, …")] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="KEY=VALUE, -m, …", autocompletion=_overrides)
+    ] = None,
 ) -> None:
     """Start a run, or with -m a sweep of runs; the same as python -m orchestrator.launch."""
     raise typer.Exit(launch_main([*(arguments or []), *_program]))
@@ -112,7 +131,10 @@ def launch(
 @verb("run cluster.nodes=2 -- train.py --lr 0.1", **FROM_HYDRA)
 def run(
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]... -- PROGRAM [ARGUMENT]...")
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]... -- PROGRAM [ARGUMENT]...", autocompletion=_overrides
+        ),
     ] = None,
 ) -> None:
     """Start a training program as it is, as in: run cluster.nodes=2 -- train.py --lr 0.1."""
@@ -150,10 +172,18 @@ def plan(
 
 @verb("resume RUN train.updates=200")
 def resume(
-    run: Annotated[Path, typer.Argument(help="A run folder, or a sweep's: its unfinished points.")],
+    run: Annotated[
+        Path,
+        typer.Argument(
+            help="A run folder, or a sweep's: its unfinished points.", autocompletion=_runs
+        ),
+    ],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(help="KEY=VALUE: more updates, other nodes, another cluster, …"),
+        typer.Argument(
+            help="KEY=VALUE: more updates, other nodes, another cluster, …",
+            autocompletion=_overrides,
+        ),
     ] = None,
     config_dir: ConfigDir = None,
     changed: Annotated[
@@ -201,7 +231,8 @@ def new(
 @verb("status RUN --json")
 def status(
     runs: Annotated[
-        list[Path] | None, typer.Argument(help="Run folders, or a sweep's; none: all in runs/.")
+        list[Path] | None,
+        typer.Argument(help="Run folders, or a sweep's; none: all in runs/.", autocompletion=_runs),
     ] = None,
     sort: Annotated[
         str | None,
@@ -260,7 +291,7 @@ def status(
 
 @verb("attach RUN")
 def attach(
-    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    run: Annotated[Path, typer.Argument(help="A run folder.", autocompletion=_runs)],
     verbose: Verbose = False,
     quiet: Quiet = False,
 ) -> None:
@@ -277,7 +308,9 @@ def attach(
 
 @verb("wait RUN --timeout 3600 --json")
 def wait(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders, or sweeps'.")],
+    runs: Annotated[
+        list[Path], typer.Argument(help="Run folders, or sweeps'.", autocompletion=_runs)
+    ],
     timeout_s: Annotated[
         float | None,
         typer.Option("--timeout", min=0.0, help="For so many seconds at most."),
@@ -310,7 +343,7 @@ def wait(
 
 @verb("logs RUN --rank 3 -f")
 def logs(
-    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    run: Annotated[Path, typer.Argument(help="A run folder.", autocompletion=_runs)],
     rank: Annotated[int | None, typer.Option(min=0, help="Whose; rank 0's by default.")] = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Until the run ends.")] = False,
     lines: Annotated[
@@ -332,7 +365,10 @@ def logs(
 
 @verb("cancel RUN")
 def cancel(
-    run: Annotated[Path, typer.Argument(help="A run folder, or a sweep's: all its points.")],
+    run: Annotated[
+        Path,
+        typer.Argument(help="A run folder, or a sweep's: all its points.", autocompletion=_runs),
+    ],
     now: Annotated[bool, typer.Option("--now", help="At once, without a checkpoint.")] = False,
     verbose: Verbose = False,
 ) -> None:
@@ -354,8 +390,13 @@ def cancel(
 
 @verb("compare RUN_A RUN_B --tensors")
 def compare(
-    a: Annotated[Path, typer.Argument(help="A run folder, or a safetensors file.")],
-    b: Annotated[Path, typer.Argument(help="The reference: differences are relative to it.")],
+    a: Annotated[
+        Path, typer.Argument(help="A run folder, or a safetensors file.", autocompletion=_runs)
+    ],
+    b: Annotated[
+        Path,
+        typer.Argument(help="The reference: differences are relative to it.", autocompletion=_runs),
+    ],
     tensors: Annotated[bool, typer.Option("--tensors", help="Tensor by tensor.")] = False,
     at_most: Annotated[
         float | None, typer.Option(min=0.0, help="Exit with 1 when the difference is larger.")
@@ -403,7 +444,7 @@ def compare(
 
 @verb("export RUN --torch")
 def export(
-    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    run: Annotated[Path, typer.Argument(help="A run folder.", autocompletion=_runs)],
     safetensors: Annotated[
         bool, typer.Option("--safetensors", help="The weights in one file; the default.")
     ] = False,
@@ -434,7 +475,10 @@ def export(
 
 @verb("report RUN --format csv")
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders, or sweeps': on one page.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(help="Run folders, or sweeps': on one page.", autocompletion=_runs),
+    ],
     form: Annotated[str, typer.Option("--format", help="html (a page), csv or json.")] = "html",
     output: Annotated[
         Path | None,
@@ -458,7 +502,10 @@ SIGNS = {"good": ("ok", "green"), "note": ("note", "yellow"), "bad": ("BAD", "bo
 def doctor(
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(help="As for launch: +cluster=slurm, cluster.nodes=4, run.dir=..."),
+        typer.Argument(
+            help="As for launch: +cluster=slurm, cluster.nodes=4, run.dir=...",
+            autocompletion=_overrides,
+        ),
     ] = None,
     run: Annotated[
         bool, typer.Option("--run", help="Also sum tensors on the real nodes, and time it.")
@@ -564,7 +611,8 @@ def rehearse(
 def audit(
     context: typer.Context,
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]... -- SCRIPT [ARGUMENT]...")
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]... -- SCRIPT [ARGUMENT]...", autocompletion=_overrides),
     ] = None,
     steps: Annotated[
         str | None,
