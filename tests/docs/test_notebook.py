@@ -1,5 +1,6 @@
 """The notebook of the tutorial, and the Python of its page, executed from top to bottom."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -56,3 +57,22 @@ def test_the_python_of_the_page_runs(tmp_path, monkeypatch):
     assert isinstance(frame, pd.DataFrame)
     assert frame["held_out.accuracy"].dropna().index.tolist() == [9, 19, 29, 39]
     assert frame["loss"].tolist() == digits.metrics["loss"]
+
+
+def test_the_python_of_the_page_is_typed_strictly(tmp_path):
+    shutil.copyfile(ROOT / "jobs" / "line.py", tmp_path / "my_job.py")
+    page = "docs/how-to/notebooks.md"
+    blocks = [printed.text for printed in python_blocks() if printed.page == page]
+    more = """
+print(run.metrics[-1]["loss"], run.logs(0, lines=3), run.state_dict(), run.load_model(best=True))
+print(run.resume("train.updates=80").wait(timeout_s=60), run.cancel(), run.report().name)
+print([each.state for each in orchestrator.list_runs("runs")], sweep.best("-loss").result)
+"""
+    (tmp_path / "script.py").write_text("\n".join([*blocks, more]))
+    options = {"typeCheckingMode": "strict", "include": ["script.py"], "extraPaths": [str(ROOT)]}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(options))
+    done = subprocess.run(
+        [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "-p", tmp_path],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "0 errors" in done.stdout, done.stdout
