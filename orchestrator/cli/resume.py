@@ -62,7 +62,7 @@ def check_own(run: RunDir) -> None:
 @contextlib.contextmanager
 def submission_directory(run: RunDir, home: Path | None = None) -> Generator[None]:
     """Change to the directory that the run was submitted from: its relative paths and modules are
-    meant from there.
+    meant from there. The folders in PYTHONPATH at that time are searched, too.
 
     Args:
         home: in place of the folder in submission.json.
@@ -70,8 +70,8 @@ def submission_directory(run: RunDir, home: Path | None = None) -> Generator[Non
     Raises:
         RunFolderError: that folder is gone.
     """
-    cwd = Path.cwd()
-    home = home or Path(run.read_submission().get("folder") or cwd)
+    cwd, submission = Path.cwd(), run.read_submission()
+    home = home or Path(submission.get("folder") or cwd)
     try:
         os.chdir(home)
     except OSError as error:
@@ -79,16 +79,23 @@ def submission_directory(run: RunDir, home: Path | None = None) -> Generator[Non
             f"{run.path} was submitted in {home}, where its relative paths and its code are, but "
             f"that folder cannot be entered: {error.strerror}"
         ) from error
-    before = list(sys.path)
+    before, variable = list(sys.path), os.environ.get(PYTHONPATH)
     # Python's path as if it had been started at `home`: entries that mean the working directory.
     sys.path[:] = [
         str(home) if entry == "" or (index == 0 and entry == str(cwd)) else entry
         for index, entry in enumerate(before)
     ]
+    own = [str(Path(entry).absolute()) for entry in submission.get(PYTHONPATH) or ()]
+    if more := [entry for entry in own if entry not in sys.path]:
+        sys.path[1:1] = more
+        os.environ[PYTHONPATH] = os.pathsep.join([*([variable] if variable else []), *more])
     try:
         yield
     finally:
         sys.path[:] = before
+        if more:
+            os.environ.pop(PYTHONPATH)
+            os.environ.update({PYTHONPATH: variable} if variable is not None else {})
         os.chdir(cwd)
 
 
@@ -270,6 +277,7 @@ def rounding_warning(made: list[Change], old: Plan, new: Plan, config: Config) -
 
 GROUPS = ("cluster", "tracker")  # whose choice a run may change; the others are its numbers
 ENDS_EARLY = ("train.patience", "train.keep_best")
+PYTHONPATH = "PYTHONPATH"  # in submission.json, too
 PLACES = ("nodes", "ranks_per_node", "cpus_per_rank")  # stay, whatever another cluster's file says
 
 

@@ -16,6 +16,7 @@ from orchestrator.cli.branch import branch_of, keep_initial_state
 from orchestrator.cli.follow import OutputOptions, PreparedRun, handle_of, interrupts
 from orchestrator.cli.inputs import INPUTS, inputs_of
 from orchestrator.cli.resume import (
+    PYTHONPATH,
     changed_inputs,
     check_own,
     initial_weights,
@@ -246,6 +247,8 @@ def prepared_run(
                     "time": time.time(), "command": sys.argv, "overrides": list(overrides),
                     "flags": list(flags), "folder": str(Path.cwd()), **cluster.placed,
                 }  # fmt: skip
+                if paths := [e for e in os.environ.get(PYTHONPATH, "").split(os.pathsep) if e]:
+                    submission[PYTHONPATH] = paths
                 noted = {**(notes or {INPUTS: inputs_of(config)}), **labels_of(config)}
                 write_json(run.submission, {**submission, **digest, **admission.notice, **noted})
                 yield PreparedRun(run=run, cluster=cluster, request=request, output=output)

@@ -236,6 +236,11 @@ def test_modules_beside_the_script_are_found(tmp_path):
         check=True,
     )  # fmt: skip
     assert done.stdout.split() == ["finished", "finished", "13"]
+    [run] = orchestrator.list_runs()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    verb("resume", run.folder, "train.updates=14", cwd=elsewhere, code=0)  # another shell's path
+    assert run.result["updates"] == 14
 
 
 def test_a_sweep_and_its_table():
