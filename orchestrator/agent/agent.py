@@ -80,7 +80,8 @@ class Agent:
             launcher also sends the run's messages. None on a cluster whose scheduler ends them.
         report: a pipe for the outcome when the disk is full.
         on_beat: called once a second with the nodes whose agents the coordinator, if that is this
-            agent, wants again; returns whether a newer attempt has replaced this one.
+            agent, wants again; returns whether this attempt is to end: a newer one has replaced it,
+            say.
         on_outcome: called by the coordinator once there is an outcome, with it, and with whether
             the first node's agent is lost; replaces a lost batch script.
     """
@@ -273,7 +274,7 @@ class Agent:
         ):
             self._leave_coordinator(lost=True)
         if self._on_beat(self._coordinator.wanted_agents() if self._coordinator else ()):
-            log.info("a newer attempt has begun; this one ends")
+            log.info("a newer attempt has begun, or the job has ended; this attempt ends")
             self._over = True
 
     # ------------------------------------------------------------------ events and commands
