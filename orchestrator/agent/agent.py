@@ -269,13 +269,19 @@ class Agent:
                 link.send_line(line)
             elif now - link.heard > self._spec.silence_s:
                 self._close(link)  # it has not identified itself
-        if self._coordinator_link is not None and now - self._coordinator_link.heard > max(
-            self._spec.silence_s, LEAST_SILENCE_S
-        ):
+        silence_s = max(self._silence_s, LEAST_SILENCE_S)
+        if self._coordinator_link is not None and now - self._coordinator_link.heard > silence_s:
             self._leave_coordinator(lost=True)
         if self._on_beat(self._coordinator.wanted_agents() if self._coordinator else ()):
             log.info("a newer attempt has begun, or the job has ended; this attempt ends")
             self._over = True
+
+    @property
+    def _silence_s(self) -> float:
+        """Return for how long the coordinator may be silent. Before the first generation no other
+        one could continue without it.
+        """
+        return self._spec.heartbeat_s if self._generation is None else self._spec.silence_s
 
     # ------------------------------------------------------------------ events and commands
 
@@ -436,7 +442,7 @@ class Agent:
             since = self._unreachable.setdefault(seniority, now)
             if state is Port.OPEN:
                 del self._unreachable[seniority]
-            elif state is Port.CLOSED or now - since > self._spec.silence_s + COME_S:
+            elif state is Port.CLOSED or now - since > self._silence_s + COME_S:
                 lost.append(peer)
         if lost:
             self._lose(*lost)

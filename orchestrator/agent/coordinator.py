@@ -327,7 +327,7 @@ class Coordinator:
 
     def _check_stopped(self, worker: WorkerState, seconds: float) -> None:
         """Give up a worker that has been stopped (SIGSTOP) for too long."""
-        limit_s = self._spec.silence_s if self._survives_losses else self._spec.heartbeat_s
+        limit_s = self._silence_s
         if seconds < limit_s:
             return
         self._ask_for_position(worker)
@@ -686,6 +686,11 @@ class Coordinator:
         """Return whether the others continue without a lost worker: they have begun to train."""
         return self._spec.survive and self._generation >= 0
 
+    @property
+    def _silence_s(self) -> float:
+        """Return for how long an agent or a stopped worker may be silent."""
+        return self._spec.silence_s if self._survives_losses else self._spec.heartbeat_s
+
     def _member(self, rank: int) -> int:
         return member_of(rank, self.workers[rank].incarnation, self._spec.ranks)
 
@@ -753,7 +758,7 @@ class Coordinator:
 
     def _check_agents(self, now: float) -> None:
         """Mark agents as lost that are silent or did not connect in time."""
-        limit_s = max(self._spec.silence_s, LEAST_SILENCE_S)
+        limit_s = max(self._silence_s, LEAST_SILENCE_S)
         awaited = [a for a in self.agents.values() if not a.lost and a.heard is None]
         for agent in self.agents.values():
             silent = agent.heard is not None and now - agent.heard > limit_s
