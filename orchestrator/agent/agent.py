@@ -542,11 +542,12 @@ class Agent:
             self._followers[index] = link
             return
         if self._coordinator is not None:
-            self._coordinator.heard(link.peer_index)
             if "workers" in message:
                 self._coordinator.agent_connected(link.peer_index, message["workers"])
             elif "event" in message:
                 self._coordinator.handle_event(link.peer_index, message)
+            else:
+                self._coordinator.heard(link.peer_index)
             return
         # The peer has lost the agents before this one; either this one loses them as well, or the
         # peer is cut off.

@@ -111,7 +111,7 @@ class Link:
         if max(map(len, (*lines, self.unread))) > most:
             return None
         try:
-            messages = [json.loads(line) for line in lines]
+            messages = [json.loads(line.decode()) for line in lines]
         except (ValueError, RecursionError):
             return None
         return messages if all(isinstance(one, dict) for one in messages) else None
