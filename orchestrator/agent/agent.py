@@ -499,22 +499,25 @@ class Agent:
         """Accept the connections that wait: after a takeover, all agents connect together."""
         now = self._clock()
         for _ in range(MOST_ACCEPTED):
-            if len(self._unauthenticated) >= MAX_STRANGERS + self._spec.nodes:
-                oldest = min(self._unauthenticated, key=lambda one: one.heard)
-                if now - oldest.heard < STRANGER_S:
-                    return  # others wait in the kernel, until those before have been heard
-                self._close(oldest)
+            full = len(self._unauthenticated) >= MAX_STRANGERS + self._spec.nodes
+            if full and now - self._oldest_stranger().heard < STRANGER_S:
+                return  # others wait in the kernel, until those before have been heard
             try:
                 link = Link(self._listener.accept()[0], heard=now)
             except BlockingIOError:
                 return
             except OSError:  # it has closed again, or no descriptor is left
                 if self._unauthenticated:
-                    self._close(min(self._unauthenticated, key=lambda one: one.heard))
+                    self._close(self._oldest_stranger())
                 return
+            if full:
+                self._close(self._oldest_stranger())
             self._unauthenticated.add(link)
             hear = partial(self._hear_follower, link)
             self._selector.register(link.socket, selectors.EVENT_READ, hear)
+
+    def _oldest_stranger(self) -> Link:
+        return min(self._unauthenticated, key=lambda one: one.heard)
 
     def _hear_follower(self, link: Link) -> None:
         if link.socket.fileno() < 0:  # closed by an event before this one

@@ -1,13 +1,14 @@
 """Connections between agents: the coordinator at the start, and relayed messages."""
 
+import contextlib
 import json
 import signal
 import socket
 
 import pytest
 
-from orchestrator.agent.agent import MOST_REFUSALS, Agent
-from orchestrator.agent.links import Link, Peer, connect
+from orchestrator.agent.agent import MAX_STRANGERS, MOST_REFUSALS, STRANGER_S, Agent
+from orchestrator.agent.links import Link, Peer, connect, line_of, sign
 from orchestrator.agent.node_spec import publish_agent, secret_of
 from orchestrator.agent.workers import STOP_SIGNALS
 from orchestrator.engine.common.rendezvous import listen
@@ -67,6 +68,38 @@ def test_who_cannot_read_the_run_folder_is_refused(agent, sign):
         agent._hear_follower(accepting)
         assert not agent._followers
         assert stranger.recv(1) == b""
+
+
+def test_an_agent_that_identifies_itself_late_is_heard_among_many_strangers(agent, monkeypatch):
+    limit, port = MAX_STRANGERS + agent._spec.nodes, agent._listener.getsockname()[1]
+    monkeypatch.setattr(agent, "_clock", lambda: 100.0)
+    with contextlib.ExitStack() as opened:
+
+        def connection():
+            return opened.enter_context(socket.create_connection(("127.0.0.1", port)))
+
+        late, strangers = connection(), [connection() for _ in range(limit + 3)]
+        agent._accept()
+        assert len(agent._unauthenticated) == limit, "others wait in the kernel"
+        signature = sign(agent._secret, 0, agent._published.seniority)
+        late.sendall(line_of({"node": 0, "sign": signature}))
+        for link in list(agent._unauthenticated):
+            agent._hear_follower(link)
+        assert (list(agent._followers), len(agent._unauthenticated)) == ([0], limit - 1)
+        monkeypatch.setattr(agent, "_clock", lambda: 100.0 + STRANGER_S)
+        agent._accept()
+        assert len(agent._unauthenticated) == limit
+        closed = [stranger for stranger in strangers if _is_closed(stranger)]
+        assert len(closed) == 3, "one for each that came"
+        assert not _is_closed(late)
+
+
+def _is_closed(connection):
+    connection.setblocking(False)
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
 
 
 @pytest.mark.parametrize("spoke", [True, False])
