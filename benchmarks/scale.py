@@ -99,13 +99,14 @@ EVENTS: dict[str, Callable[[int], dict[str, float]]] = {
 
 def main(*, quick: bool = False) -> None:
     found = machine()
+    # First: a command's peak memory is at least that of the process that starts it.
+    with tempfile.TemporaryDirectory() as folder:
+        of_records = records.measured(Path(folder), quick=quick)
     rows = [
         {"event": name, "nodes": nodes, **event(nodes)}
         for name, event in EVENTS.items()
         for nodes in (QUICK_SIZES if quick else SIZES)
     ]
-    with tempfile.TemporaryDirectory() as folder:
-        of_records = records.measured(Path(folder), quick=quick)
     notes = {"note": NOTE, "note_on_records": records.NOTE}
     data = {"machine": found, **notes, "rows": rows, "records": of_records}
     keep("scale", data, quick=quick)
