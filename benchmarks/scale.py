@@ -1,4 +1,4 @@
-"""Growth of agents and coordinator with the number of nodes: hollow runs (`hollow.py`)."""
+"""Growth with nodes (hollow runs, `hollow.py`), and with updates and points (`records.py`)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks import records
 from benchmarks.hollow import HollowRun
 from benchmarks.measure import keep, machine
 
@@ -98,17 +99,21 @@ EVENTS: dict[str, Callable[[int], dict[str, float]]] = {
 
 def main(*, quick: bool = False) -> None:
     found = machine()
+    # First: a command's peak memory is at least that of the process that starts it.
+    with tempfile.TemporaryDirectory() as folder:
+        of_records = records.measured(Path(folder), quick=quick)
     rows = [
         {"event": name, "nodes": nodes, **event(nodes)}
         for name, event in EVENTS.items()
         for nodes in (QUICK_SIZES if quick else SIZES)
     ]
-    data = {"machine": found, "note": NOTE, "rows": rows}
+    notes = {"note": NOTE, "note_on_records": records.NOTE}
+    data = {"machine": found, **notes, "rows": rows, "records": of_records}
     keep("scale", data, quick=quick)
 
 
 def body(data: dict[str, Any]) -> str:
-    """Return the page's table."""
+    """Return the page's tables."""
     columns = ("simulated seconds", "coordinator's CPU s", "opened files", "MB between nodes")
     heads = ["event", f"N x {RANKS_PER_NODE}", *columns, "survivors"]
     lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
@@ -118,4 +123,5 @@ def body(data: dict[str, Any]) -> str:
             f"| {row['event']} | {row['nodes']:,} | {row['seconds']:.1f} | {row['cpu_s']:.3f} "
             f"| {row['files']:,.0f} | {row['megabytes']:.2f} | {survivors} |"
         )
-    return "\n\n".join([data["note"], "\n".join(lines)])
+    parts = [data["note"], "\n".join(lines), data["note_on_records"]]
+    return "\n\n".join([*parts, records.table(data["records"])])

@@ -25,6 +25,19 @@ def summed():
     return [total.item(), place.local_rank]
 
 
+def meet(executor):
+    """Return a job of `summed` whose port was free.
+
+    submitit computes MASTER_PORT from the job's id and keeps no socket, so the port may be another
+    process's. Another job has another port.
+    """
+    for _ in range(4):
+        job = executor.submit(summed)
+        if "EADDRINUSE" not in str(job.task(0).exception()):
+            break
+    return job
+
+
 def fail():
     raise ValueError("nothing can be done")
 
@@ -80,7 +93,7 @@ def main(folder):
     job = executor.submit(fail)
     say(error=str(job.exception()), state=ended(job))
     executor.update_parameters(nodes=2, tasks_per_node=2)
-    job = executor.submit(summed)
+    job = meet(executor)
     say(results=job.results(), script=job.paths.submission_file.exists())
     executor.update_parameters(tasks_per_node=1)
     job = executor.submit(Count(60))

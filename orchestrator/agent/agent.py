@@ -80,7 +80,8 @@ class Agent:
             launcher also sends the run's messages. None on a cluster whose scheduler ends them.
         report: a pipe for the outcome when the disk is full.
         on_beat: called once a second with the nodes whose agents the coordinator, if that is this
-            agent, wants again; returns whether a newer attempt has replaced this one.
+            agent, wants again; returns whether this attempt is to end: a newer one has replaced it,
+            say.
         on_outcome: called by the coordinator once there is an outcome, with it, and with whether
             the first node's agent is lost; replaces a lost batch script.
     """
@@ -268,13 +269,19 @@ class Agent:
                 link.send_line(line)
             elif now - link.heard > self._spec.silence_s:
                 self._close(link)  # it has not identified itself
-        if self._coordinator_link is not None and now - self._coordinator_link.heard > max(
-            self._spec.silence_s, LEAST_SILENCE_S
-        ):
+        silence_s = max(self._silence_s, LEAST_SILENCE_S)
+        if self._coordinator_link is not None and now - self._coordinator_link.heard > silence_s:
             self._leave_coordinator(lost=True)
         if self._on_beat(self._coordinator.wanted_agents() if self._coordinator else ()):
-            log.info("a newer attempt has begun; this one ends")
+            log.info("a newer attempt has begun, or the job has ended; this attempt ends")
             self._over = True
+
+    @property
+    def _silence_s(self) -> float:
+        """Return for how long the coordinator may be silent. Before the first generation no other
+        one could continue without it.
+        """
+        return self._spec.heartbeat_s if self._generation is None else self._spec.silence_s
 
     # ------------------------------------------------------------------ events and commands
 
@@ -435,7 +442,7 @@ class Agent:
             since = self._unreachable.setdefault(seniority, now)
             if state is Port.OPEN:
                 del self._unreachable[seniority]
-            elif state is Port.CLOSED or now - since > self._spec.silence_s + COME_S:
+            elif state is Port.CLOSED or now - since > self._silence_s + COME_S:
                 lost.append(peer)
         if lost:
             self._lose(*lost)
@@ -492,22 +499,25 @@ class Agent:
         """Accept the connections that wait: after a takeover, all agents connect together."""
         now = self._clock()
         for _ in range(MOST_ACCEPTED):
-            if len(self._unauthenticated) >= MAX_STRANGERS + self._spec.nodes:
-                oldest = min(self._unauthenticated, key=lambda one: one.heard)
-                if now - oldest.heard < STRANGER_S:
-                    return  # others wait in the kernel, until those before have been heard
-                self._close(oldest)
+            full = len(self._unauthenticated) >= MAX_STRANGERS + self._spec.nodes
+            if full and now - self._oldest_stranger().heard < STRANGER_S:
+                return  # others wait in the kernel, until those before have been heard
             try:
                 link = Link(self._listener.accept()[0], heard=now)
             except BlockingIOError:
                 return
             except OSError:  # it has closed again, or no descriptor is left
                 if self._unauthenticated:
-                    self._close(min(self._unauthenticated, key=lambda one: one.heard))
+                    self._close(self._oldest_stranger())
                 return
+            if full:
+                self._close(self._oldest_stranger())
             self._unauthenticated.add(link)
             hear = partial(self._hear_follower, link)
             self._selector.register(link.socket, selectors.EVENT_READ, hear)
+
+    def _oldest_stranger(self) -> Link:
+        return min(self._unauthenticated, key=lambda one: one.heard)
 
     def _hear_follower(self, link: Link) -> None:
         if link.socket.fileno() < 0:  # closed by an event before this one
@@ -535,11 +545,12 @@ class Agent:
             self._followers[index] = link
             return
         if self._coordinator is not None:
-            self._coordinator.heard(link.peer_index)
             if "workers" in message:
                 self._coordinator.agent_connected(link.peer_index, message["workers"])
             elif "event" in message:
                 self._coordinator.handle_event(link.peer_index, message)
+            else:
+                self._coordinator.heard(link.peer_index)
             return
         # The peer has lost the agents before this one; either this one loses them as well, or the
         # peer is cut off.

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal
 
 from orchestrator.agent.judge import Standing
@@ -148,6 +149,7 @@ class Coordinator:
     ) -> None:
         self._clock = clock
         self._spec, self._run = spec, RunDir(spec.run)
+        self._ranks, self._log_of = spec.ranks, cache(spec.log_of)  # needed for each of R ends
         self._record = GenerationRecord(self._run.attempt(spec.attempt))
         self._began = self._folder_seen = self._clock()
         self._folder_missing = 0  # how often in a row
@@ -265,7 +267,7 @@ class Coordinator:
         end = AbnormalEnd(
             time=self._clock(),
             node=self._spec.name_of(index),
-            log=self._spec.log_of(index),
+            log=self._log_of(index),
             rank=None,
             status=-signal.SIGKILL,  # the others treat it as killed
             why=cause,
@@ -327,7 +329,7 @@ class Coordinator:
 
     def _check_stopped(self, worker: WorkerState, seconds: float) -> None:
         """Give up a worker that has been stopped (SIGSTOP) for too long."""
-        limit_s = self._spec.silence_s if self._survives_losses else self._spec.heartbeat_s
+        limit_s = self._silence_s
         if seconds < limit_s:
             return
         self._ask_for_position(worker)
@@ -346,7 +348,7 @@ class Coordinator:
         end = AbnormalEnd(
             time=self._clock() - event["ago_s"],
             node=self._spec.name_of(index),
-            log=self._spec.log_of(index),
+            log=self._log_of(index),
             rank=rank,
             status=event["status"],
             out_of_memory=event.get("out_of_memory", False),
@@ -416,7 +418,7 @@ class Coordinator:
             return
         if any(failure.get("replicas_differ") for failure in self._failures):
             return
-        members = [self.workers[rank_of(member, self._spec.ranks)] for member in self._members]
+        members = [self.workers[rank_of(member, self._ranks)] for member in self._members]
         able = [one for one in members if one.can_save and self._is_member(one)]
         if not able:
             return
@@ -686,8 +688,13 @@ class Coordinator:
         """Return whether the others continue without a lost worker: they have begun to train."""
         return self._spec.survive and self._generation >= 0
 
+    @property
+    def _silence_s(self) -> float:
+        """Return for how long an agent or a stopped worker may be silent."""
+        return self._spec.silence_s if self._survives_losses else self._spec.heartbeat_s
+
     def _member(self, rank: int) -> int:
-        return member_of(rank, self.workers[rank].incarnation, self._spec.ranks)
+        return member_of(rank, self.workers[rank].incarnation, self._ranks)
 
     @property
     def awaits_losses(self) -> bool:
@@ -753,7 +760,7 @@ class Coordinator:
 
     def _check_agents(self, now: float) -> None:
         """Mark agents as lost that are silent or did not connect in time."""
-        limit_s = max(self._spec.silence_s, LEAST_SILENCE_S)
+        limit_s = max(self._silence_s, LEAST_SILENCE_S)
         awaited = [a for a in self.agents.values() if not a.lost and a.heard is None]
         for agent in self.agents.values():
             silent = agent.heard is not None and now - agent.heard > limit_s
@@ -840,7 +847,7 @@ class Coordinator:
         return found
 
     def _node_of(self, member: int) -> int:
-        return self._spec.node_of(rank_of(member, self._spec.ranks))
+        return self._spec.node_of(rank_of(member, self._ranks))
 
     def _grow(self, now: float) -> None:
         """Admit new workers at a boundary, once every member waits there for them.
@@ -849,7 +856,7 @@ class Coordinator:
         """
         if self._lost_members or self._generation < 0:
             return
-        taken = {rank_of(member, self._spec.ranks) for member in self._members}
+        taken = {rank_of(member, self._ranks) for member in self._members}
         waiting = {
             worker.rank
             for worker in self.workers.values()
@@ -863,9 +870,9 @@ class Coordinator:
             self._looked_for_room = now
             if self._record.has_room():  # else the members would wait at the boundary in vain
                 self._announced_newcomers = True
-                leader = rank_of(self._members[0], self._spec.ranks)
+                leader = rank_of(self._members[0], self._ranks)
                 self._to_worker(leader, newcomers=True)
-        states = [self.workers[rank_of(m, self._spec.ranks)] for m in self._members]
+        states = [self.workers[rank_of(m, self._ranks)] for m in self._members]
         if all(
             one.awaits_newcomers is not None and one.awaits_newcomers[0] == self._generation
             for one in states

@@ -20,7 +20,6 @@ from enum import Enum
 from typing import Any, TypeVar, cast
 
 MOST_BYTES = 1 << 24  # a list of a million ranks
-SEND_S = 1.0
 Key = TypeVar("Key")
 
 
@@ -62,22 +61,37 @@ class Link:
     Attributes:
         peer_index: of its node (an agent) or its rank (a worker); None before it is authenticated.
         heard: when the last data came, by its owner's clock.
+        unsent: bytes that the kernel has not taken yet. They go with the next message, a heartbeat
+            at the latest: a peer that does not read must not delay the messages to others.
     """
 
     socket: socket.socket
     peer_index: int | None = None
     heard: float = 0.0
     unread: bytes = b""
+    unsent: bytes = b""
+
+    def __post_init__(self) -> None:
+        self.socket.setblocking(False)
 
     def send(self, **message: Any) -> bool:
-        """Send a message; return whether the kernel accepted it."""
+        """Send a message without waiting; return False if the link is broken, or too far behind."""
         return self.send_line(line_of(message))
 
     def send_line(self, line: bytes) -> bool:
         """Send what `line_of` gave, which is computed once for many links."""
+        if len(self.unsent) > MOST_BYTES:
+            return False
+        self.unsent += line
+        return self.flush()
+
+    def flush(self) -> bool:
+        """Send what the kernel takes now; return False if the link is broken."""
         try:
-            self.socket.settimeout(SEND_S)
-            self.socket.sendall(line)
+            while self.unsent:
+                self.unsent = self.unsent[self.socket.send(self.unsent) :]
+        except BlockingIOError:
+            pass
         except OSError:
             return False
         return True
@@ -86,6 +100,8 @@ class Link:
         """Return complete messages that came; None if the peer closed, or sent garbage."""
         try:
             content = self.socket.recv(1 << 16)
+        except BlockingIOError:
+            return []
         except OSError:
             return None
         if not content:
@@ -95,7 +111,7 @@ class Link:
         if max(map(len, (*lines, self.unread))) > most:
             return None
         try:
-            messages = [json.loads(line) for line in lines]
+            messages = [json.loads(line.decode()) for line in lines]
         except (ValueError, RecursionError):
             return None
         return messages if all(isinstance(one, dict) for one in messages) else None

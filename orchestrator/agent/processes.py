@@ -151,6 +151,15 @@ def stat_of(pid: int) -> tuple[str, float]:
     return values[0], ticks / 100.0
 
 
+def parent_of(pid: int) -> int:
+    """Return the pid of a process's parent; 0 if the process has ended, or none is known."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return int(text.rpartition(")")[2].split()[1])
+
+
 def began_at(pid: int) -> float | None:
     """Return when a process began, by `time.monotonic`; None if it has ended."""
     try:

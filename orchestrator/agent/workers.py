@@ -287,9 +287,12 @@ class Workers:
             worker.link.close()
 
     def judge(self) -> None:
-        """Report stopped workers, and changes of the others' standing. Call it once a second."""
+        """Report stopped workers, and changes of the others' standing; send what workers have not
+        read yet. Call it once a second.
+        """
         now = self._clock()
         for worker in self.alive:
+            worker.link.flush()
             signs = worker.signs
             if (seconds := signs.stopped_s(now)) is not None:
                 self._report(

@@ -668,6 +668,19 @@ def test_an_agent_that_was_silent_is_disconnected_and_its_ranks_come_back_after_
     assert attempt.commands_of("start") == [(2, {"command": "start", "rank": 2, "incarnation": 1})]
 
 
+def test_an_agent_may_be_silent_for_longer_while_the_others_cannot_continue_without_it(tmp_path):
+    attempt = Attempt(tmp_path, begin=False)
+    for index in range(3):
+        attempt.join(index)
+    for seconds, lost in ((attempt.spec.heartbeat_s - 1.0, []), (2.0, [2])):
+        attempt.now += seconds
+        for index in (0, 1):
+            attempt.coordinator.heard(index)
+        attempt.coordinator.tick()
+        agents = attempt.coordinator.agents.values()
+        assert [agent.index for agent in agents if agent.lost] == lost
+
+
 def test_a_generation_that_another_coordinator_has_recorded_is_adopted(attempt):
     attempt.record.publish(1, [0, 2], gone=[1])
     attempt.tick(1.0)

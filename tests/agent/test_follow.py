@@ -1,13 +1,14 @@
 """Connections between agents: the coordinator at the start, and relayed messages."""
 
+import contextlib
 import json
 import signal
 import socket
 
 import pytest
 
-from orchestrator.agent.agent import MOST_REFUSALS, Agent
-from orchestrator.agent.links import Peer, connect
+from orchestrator.agent.agent import MAX_STRANGERS, MOST_REFUSALS, STRANGER_S, Agent
+from orchestrator.agent.links import Link, Peer, connect, line_of, sign
 from orchestrator.agent.node_spec import publish_agent, secret_of
 from orchestrator.agent.workers import STOP_SIGNALS
 from orchestrator.engine.common.rendezvous import listen
@@ -69,6 +70,38 @@ def test_who_cannot_read_the_run_folder_is_refused(agent, sign):
         assert stranger.recv(1) == b""
 
 
+def test_an_agent_that_identifies_itself_late_is_heard_among_many_strangers(agent, monkeypatch):
+    limit, port = MAX_STRANGERS + agent._spec.nodes, agent._listener.getsockname()[1]
+    monkeypatch.setattr(agent, "_clock", lambda: 100.0)
+    with contextlib.ExitStack() as opened:
+
+        def connection():
+            return opened.enter_context(socket.create_connection(("127.0.0.1", port)))
+
+        late, strangers = connection(), [connection() for _ in range(limit + 3)]
+        agent._accept()
+        assert len(agent._unauthenticated) == limit, "others wait in the kernel"
+        signature = sign(agent._secret, 0, agent._published.seniority)
+        late.sendall(line_of({"node": 0, "sign": signature}))
+        for link in list(agent._unauthenticated):
+            agent._hear_follower(link)
+        assert (list(agent._followers), len(agent._unauthenticated)) == ([0], limit - 1)
+        monkeypatch.setattr(agent, "_clock", lambda: 100.0 + STRANGER_S)
+        agent._accept()
+        assert len(agent._unauthenticated) == limit
+        closed = [stranger for stranger in strangers if _is_closed(stranger)]
+        assert len(closed) == 3, "one for each that came"
+        assert not _is_closed(late)
+
+
+def _is_closed(connection):
+    connection.setblocking(False)
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+
+
 @pytest.mark.parametrize("spoke", [True, False])
 def test_an_agent_whose_link_breaks_follows_again_who_has_spoken(agent, spoke):
     """One that never spoke was perhaps another agent at its address, which refused this one."""
@@ -87,6 +120,23 @@ def test_an_agent_whose_link_breaks_follows_again_who_has_spoken(agent, spoke):
     assert (agent._coordinator is not None) is not spoke
 
 
+def test_a_peer_that_reads_late_delays_nobody_and_misses_nothing():
+    ours, its = socket.socketpair()
+    with ours, its:
+        link, sent = Link(ours), 0
+        while not link.unsent or sent < 10:  # more than the kernel takes
+            assert link.send(number=sent, text="x" * 50_000)
+            sent += 1
+        reader, numbers = Link(its), []
+        while len(numbers) < sent:
+            link.flush()
+            numbers += [message["number"] for message in reader.receive()]
+        assert numbers == [*range(sent)]
+        assert reader.receive() == []
+        its.close()
+        assert not link.send(number=sent)
+
+
 def test_of_signals_that_come_together_none_is_forgotten(agent):
     """The one tells how long it is to the kill, whatever the other is."""
     before = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGCHLD)}
@@ -100,6 +150,20 @@ def test_of_signals_that_come_together_none_is_forgotten(agent):
         for number, handler in before.items():
             signal.signal(number, handler)
     assert list(agent._workers._stops) == ["SIGTERM", "SIGUSR2"]
+
+
+def test_a_coordinator_may_be_silent_for_longer_before_the_first_generation(agent, senior):
+    link = agent._coordinator_link
+    link.heard = agent._clock() - agent._spec.silence_s - 1.0
+    agent._beat()
+    assert agent._coordinator_link is link
+    first = {"generation": 0, "members": [[0, 2]]}
+    tell = {"command": "tell", "rank": None, "message": first}
+    senior.sendall(json.dumps(tell).encode() + b"\n")
+    agent._hear_coordinator()
+    link.heard = agent._clock() - agent._spec.silence_s - 1.0
+    agent._beat()
+    assert agent._coordinator_link is None
 
 
 def test_an_agent_ignores_what_is_relayed_to_it_for_another_node(agent, senior):

@@ -105,6 +105,33 @@ def test_a_batch_script_or_srun_that_dies_costs_a_restart(slurm, disturbed, name
     assert f"Restarts={int(name not in IN_PLACE)}" in shown
 
 
+def test_ranks_whose_slurmstepd_died_train_on_and_end_with_their_job(slurm, tmp_path, digest):
+    """Only those of a job on one node: with several, srun ends the step."""
+    names = ("finished", "requeued", "cancelled")
+    holds = [runs.submit_long(slurm, tmp_path / name, *ONE_NODE) for name in names]
+    for name in names:
+        runs.wait_for_update(tmp_path / name, 6)
+        job = runs.job_of(tmp_path / name)
+        breaking.kill_step_daemon(slurm, job, runs.nodes_of(slurm, job)[0])
+    slurm.command("scontrol", "requeue", job_of_requeued := runs.job_of(tmp_path / "requeued"))
+    slurm.command("scancel", runs.job_of(tmp_path / "cancelled"))
+    until(
+        lambda: not processes_of(tmp_path / "cancelled"), 60, "the end of a cancelled job's ranks"
+    )
+    runs.wait_for_update(tmp_path / "requeued", 7, attempt=1)
+    for hold in holds:
+        hold.release()
+    finished, requeued = (runs.wait_over(slurm, tmp_path / name) for name in names[:2])
+    assert finished["weights_sha256"] == requeued["weights_sha256"] == digest
+    assert finished["restarts"] == []
+    (note,) = requeued["restarts"]
+    assert (note["why"].partition(" (")[0], note["lost_updates"]) == ("requeued", 0)
+    assert "Restarts=1" in slurm.command("scontrol", "show", "job", job_of_requeued)
+    warned = (tmp_path / "finished" / "attempts" / "000" / "warnings-00000.jsonl").read_text()
+    assert "has died, so SLURM can neither signal nor end the ranks there" in warned
+    assert runs.status(tmp_path / "cancelled")["state"] == "cancelled"
+
+
 def test_preemption_a_requeue_and_a_node_set_down_cost_a_restart_each(mended, tmp_path, digest):
     run = tmp_path / "run"
     hold = runs.submit_long(mended, run, "cluster.partition=low", "run.survive=false")

@@ -97,9 +97,12 @@ PROGRAM_LEAST_S = 60.0
 
 
 class Next(Enum):
-    """Next step after an attempt: end of the run, requeue, or a new srun in this allocation."""
+    """Next step after an attempt: end of the run, requeue, or a new srun in this allocation; or
+    nothing, since the job has ended or was started again meanwhile.
+    """
 
     END = "end"
+    NOTHING = "nothing"
     REQUEUE = "requeue"
     NEW_SRUN = "new srun"
 
@@ -116,7 +119,7 @@ def finalize_in_job(
     """
     run = RunDir(path)
     if Fence(run.newest_attempt, attempt).is_stale:
-        return Next.END
+        return Next.NOTHING
     _await_agents(run, attempt)
     if run.read_result() is not None:
         return Next.END
@@ -128,7 +131,7 @@ def finalize_in_job(
     if departure and job and job.restarts == restarts + 1:  # requeue cancelled while the ranks left
         _write_departure(run, attempt, departure, job, restarts)
     if job is None or job.restarts != restarts or job.state not in OURS | {"CANCELLED"}:
-        return Next.END
+        return Next.NOTHING
     orderly = departure is not None
     if departure is None and (why := _cut_short(run, attempt, code, stop_signal, job.nodes)):
         departure = departure_note(why)
@@ -324,15 +327,11 @@ def finalize_without_script(run: RunDir, attempt: int, why: str) -> None:
     Args:
         why: how the script ended, for people.
     """
-    fence = Fence(run.newest_attempt, attempt)
     print_note("the batch script is gone; its part is done from here")
     try:
-        if fence.is_stale:
-            return
         finalize = partial(finalize_in_job, run.path, attempt, 0, "", script_gone=why)
-        if await_disk_space(finalize, print_note) is Next.REQUEUE:
-            return
-        SlurmClient().check_output("scancel", own_job_id(os.environ))
+        if await_disk_space(finalize, print_note) is Next.END:
+            SlurmClient().check_output("scancel", own_job_id(os.environ))
     except ClusterError as error:  # no commands in a container: `status` or `resume` does it
         print_note(f"error: {error}")
 

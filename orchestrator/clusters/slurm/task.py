@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import time
@@ -16,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.agent.node_spec import NodeSpec
-from orchestrator.agent.processes import state_of
+from orchestrator.agent.processes import parent_of, state_of
 from orchestrator.agent.topology import BATCH_PID_VARIABLE, NODE_VARIABLE, attempt_of
 from orchestrator.errors import ClusterError
 from orchestrator.rundir.checkpoints import Fence
 from orchestrator.rundir.files import await_disk_space, read_json, write_atomically, write_json
 from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.warnings import warn_of
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +36,12 @@ PARENT_S, AGAIN_S = 5.0, 60.0
 another one; and from that to the second."""
 SCRIPT_S = 10.0
 """For the batch script to say that it lives, where it may be gone with its node."""
+STOP_S = 60.0
+"""For the ranks to stop after the end of a job that could not end them."""
+UNREACHABLE = (
+    "the slurmstepd of node {} has died, so SLURM can neither signal nor end the ranks there; they "
+    "go on, and stop when the job's batch script ends"
+)
 
 
 def write_task(run: RunDir) -> None:
@@ -100,23 +108,52 @@ class NodeTask:
 
 
 class _Watch:
-    """An agent's additional work on SLURM: the fence, lost agents, and lost batch scripts."""
+    """An agent's additional work on SLURM: the fence, lost agents, and lost batch scripts; and the
+    end of a job whose node has lost its slurmstepd.
+    """
 
     def __init__(self, run: RunDir, attempt: int, spec: NodeSpec) -> None:
         self._run, self._attempt, self._spec = run, attempt, spec
+        self._step_daemon = parent_of(os.getppid())  # in a container another process, or 0
+        self._unreachable, self._job_ended = False, math.inf
         self._beats = 0
         self._fence = Fence(run.newest_attempt, attempt)
         self._starts: dict[int, tuple[float, float]] = {}  # of lost agents: next time, and pause
 
     def beat(self, lost: Collection[int]) -> bool:
-        """Return whether a newer attempt has begun; called once a second.
+        """Return whether a newer attempt has begun, or the job has ended without this node; called
+        once a second.
 
         Args:
             lost: the nodes whose agents are lost, by the coordinator; () in other agents.
         """
         self._beats += 1
         self._restart_agents(lost)
+        if self._spec.index == 0 and self._step_daemon > 1 and self._outlives_job():
+            return True
         return self._beats % FENCE_EVERY == 0 and self._fence.is_stale
+
+    def _outlives_job(self) -> bool:
+        """Return whether the job has ended some time ago, which nobody could tell this node.
+
+        SLURM signals and ends a node's processes through the node's slurmstepd. Without it the
+        ranks go on: srun of a single node does not notice the loss. Once the batch script has
+        ended, they are asked to stop, as SLURM would ask them.
+        """
+        if not self._unreachable and parent_of(os.getppid()) != self._step_daemon:
+            self._unreachable = True
+            path, rank = self._run.warnings(self._attempt, 0), self._spec.ranks_of(0)[0]
+            warn_of(path, rank, UNREACHABLE.format(self._spec.name))
+        if self._unreachable and self._job_ended == math.inf and self._is_script_gone():
+            log.info("the job has ended; the ranks are asked to stop")
+            self._job_ended = time.monotonic()
+            os.kill(os.getpid(), signal.SIGTERM)
+        return time.monotonic() - self._job_ended > STOP_S
+
+    def _is_script_gone(self) -> bool:
+        """Return whether the batch script, on this node, the first, has ended."""
+        pid = os.environ.get(BATCH_PID_VARIABLE)
+        return pid is not None and state_of(int(pid)) in "ZX"
 
     def _restart_agents(self, lost: Collection[int]) -> None:
         """Have the batch script start lost agents again, where their nodes' parents do not.
@@ -140,8 +177,7 @@ class _Watch:
         path = self._run.outcome(self._attempt)
         if not path.exists():
             await_disk_space(lambda: write_json(path, outcome), print_note)
-        pid = os.environ.get(BATCH_PID_VARIABLE)
-        gone = pid is not None and self._spec.index == 0 and state_of(int(pid)) in "ZX"
+        gone = self._spec.index == 0 and self._is_script_gone()
         why = "its batch script was killed" if gone else "its batch script went with its node"
         if first_node_gone and not gone:
             gone = self._is_script_lost()

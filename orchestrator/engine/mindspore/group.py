@@ -61,13 +61,18 @@ def choose_transport(spec: GroupSpec) -> str:
     return transport
 
 
-def device_index(transport: str, local_rank: int, environment: Mapping[str, str]) -> int:
-    """Return the number of a rank's device: its local rank's, counted among those that it may see.
+def device_of_rank(
+    transport: str, local_rank: int, environment: Mapping[str, str]
+) -> tuple[int, str]:
+    """Return the number of a rank's device among those that it may see, its local rank's; and the
+    device's name on the node, by which ranks that share it are found.
 
     A scheduler that gives each rank its own device shows it one only, which then is number 0.
 
-    >>> device_index("hccl", 3, {}), device_index("hccl", 3, {"ASCEND_RT_VISIBLE_DEVICES": "6"})
-    (3, 0)
+    >>> device_of_rank("hccl", 3, {})
+    (3, 'Ascend 3')
+    >>> device_of_rank("hccl", 3, {"ASCEND_RT_VISIBLE_DEVICES": "6"})
+    (0, 'Ascend 6')
 
     Raises:
         TransportError: there are fewer than the ranks of the node need.
@@ -75,17 +80,18 @@ def device_index(transport: str, local_rank: int, environment: Mapping[str, str]
     visible = {"nccl": "CUDA_VISIBLE_DEVICES", "hccl": "ASCEND_RT_VISIBLE_DEVICES"}
     variable = visible[transport]
     listed = environment.get(variable)
+    kind = DEVICE_OF[transport]
     if listed is None:
-        return local_rank
-    seen = [name for name in listed.split(",") if name.strip()]
+        return local_rank, f"{kind} {local_rank}"
+    seen = [name.strip() for name in listed.split(",") if name.strip()]
     if len(seen) == 1:
-        return 0
+        return 0, f"{kind} {seen[0]}"
     if local_rank >= len(seen):
         raise TransportError(
             f"local rank {local_rank} has no device: {variable}={listed} shows {len(seen)}; ask "
             f"the scheduler for one a rank, or set cluster.ranks_per_node={max(1, len(seen))}"
         )
-    return local_rank
+    return local_rank, f"{kind} {seen[local_rank]}"
 
 
 def variables(
@@ -386,16 +392,17 @@ def form_group(spec: GroupSpec) -> MindSporeGroup:
     """Meet all ranks. Collective; to be called before any tensor is made.
 
     Raises:
-        TransportError: the transport is not there, or the address is no IP literal.
+        TransportError: the transport is not there, ranks share a device, or the address is no IP
+            literal.
         RendezvousError: ranks are missing (they are named), or the scheduler does not start.
         StopRequested: a rank was asked to stop meanwhile; raised on all.
     """
     transport = choose_transport(spec)
-    device = DEVICE_OF[transport]
+    device, own_device = DEVICE_OF[transport], ""
     # Where the compiler leaves its files about code that it cannot compile; else in the cwd.
     os.environ.setdefault("MS_OM_PATH", str(spec.folder))
     if device != "CPU":
-        index = device_index(transport, spec.local_rank, os.environ)
+        index, own_device = device_of_rank(transport, spec.local_rank, os.environ)
         ms.set_device(device, index)
         print(f"rank {spec.rank} on {spec.node} computes on {device} {index}", flush=True)
     else:
@@ -414,9 +421,9 @@ def form_group(spec: GroupSpec) -> MindSporeGroup:
             "MindSpore forms one group in a process's life; start the ranks again instead"
         )
     if spec.rank:
-        scheduler, verdict = None, await_verdict(spec)
+        scheduler, verdict = None, await_verdict(spec, own_device)
     else:
-        scheduler, verdict = _host(spec)
+        scheduler, verdict = _host(spec, own_device)
     if os.environ.pop("RANK_TABLE_FILE", None):
         print(
             "note: RANK_TABLE_FILE is not used; ranks meet in MindSpore's dynamic cluster",
@@ -446,7 +453,7 @@ def form_group(spec: GroupSpec) -> MindSporeGroup:
     )
 
 
-def _host(spec: GroupSpec) -> tuple[Scheduler, dict[str, Any]]:
+def _host(spec: GroupSpec, device: str) -> tuple[Scheduler, dict[str, Any]]:
     """Start the scheduler, and decide whether all ranks have come. For rank 0."""
     scheduler = scheduler_of(spec)
 
@@ -454,7 +461,7 @@ def _host(spec: GroupSpec) -> tuple[Scheduler, dict[str, Any]]:
         return {"scheduler": [spec.address, scheduler.port]} if scheduler.ready() else None
 
     try:
-        verdict = decide(spec, ready)
+        verdict = decide(spec, ready, device)
     except BaseException:
         scheduler.end()
         raise

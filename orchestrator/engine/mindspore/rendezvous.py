@@ -166,31 +166,50 @@ def arrival_file(spec: GroupSpec, rank: int) -> Path:
     return _folder(spec) / f"arrived-{rank:05d}.json"
 
 
-def _write_arrival(spec: GroupSpec) -> None:
+def _write_arrival(spec: GroupSpec, device: str) -> None:
     _folder(spec).mkdir(mode=0o700, parents=True, exist_ok=True)
-    publish(arrival_file(spec, spec.rank), {"node": spec.node, "address": spec.address})
+    arrival = {"node": spec.node, "address": spec.address, "device": device}
+    publish(arrival_file(spec, spec.rank), arrival)
+
+
+def _describe_shared_device(spec: GroupSpec) -> str:
+    """Return a sentence about two ranks that have arrived with the same device; "" if none have."""
+    owners: dict[tuple[str, str], int] = {}
+    for rank in range(spec.size):
+        arrival = read_published(arrival_file(spec, rank)) or {}
+        device = arrival.get("node", ""), arrival.get("device", "")
+        if device[1] and (first := owners.setdefault(device, rank)) != rank:
+            return (
+                f"ranks {first} and {rank} on {device[0]} share {device[1]}, and each rank needs a "
+                "device of its own; use fewer ranks a node (cluster.ranks_per_node), or "
+                "transport=mccl, which runs on CPUs"
+            )
+    return ""
 
 
 def _verdict_file(spec: GroupSpec) -> Path:
     return _folder(spec) / "verdict.json"
 
 
-def decide(spec: GroupSpec, ready: Callable[[], Endpoint | None]) -> Endpoint:
+def decide(spec: GroupSpec, ready: Callable[[], Endpoint | None], device: str = "") -> Endpoint:
     """Wait for all ranks, a stop or the timeout, and publish the verdict. For rank 0.
 
     Args:
         ready: asked until it gives what the others need to connect. It may raise `RendezvousError`.
+        device: of this rank, unique on its node; "" on a CPU.
 
     Returns:
         The verdict, which is "go".
 
     Raises:
-        StopRequested, RendezvousError: on all ranks alike.
+        StopRequested, RendezvousError, TransportError: on all ranks alike.
     """
-    _write_arrival(spec)
+    _write_arrival(spec, device)
     pauses, deadline = backoff(), PatientDeadline(spec.timeout_s)
     while (verdict := _verdict(spec, ready, late=deadline.passed)) is None:
         time.sleep(next(pauses))
+    if verdict["verdict"] == "go" and device and (shared := _describe_shared_device(spec)):
+        verdict = {"verdict": "transport", "message": shared}
     publish(_verdict_file(spec), verdict)
     raise_for_verdict(spec, verdict)
     return verdict
@@ -218,9 +237,13 @@ def _verdict(
     return None
 
 
-def await_verdict(spec: GroupSpec) -> Endpoint:
-    """Arrive, and wait for rank 0's verdict; raise its error. For the other ranks."""
-    _write_arrival(spec)
+def await_verdict(spec: GroupSpec, device: str = "") -> Endpoint:
+    """Arrive, and wait for rank 0's verdict; raise its error. For the other ranks.
+
+    Args:
+        device: as for `decide`.
+    """
+    _write_arrival(spec, device)
     pauses, deadline = backoff(), PatientDeadline(spec.timeout_s)
     while (verdict := read_published(_verdict_file(spec))) is None:
         if spec.stop_requested():

@@ -220,9 +220,12 @@ def check_same_traits(
     odd = minority_ranks(gather_numbers(group, [float(folded(traits))]))
     if not odd:
         return
-    every = [json.loads(text) for text in gather_texts(group, json.dumps(list(traits)))]
-    usual: list[Trait] = every[next(rank for rank in range(group.size) if rank not in odd)]
-    theirs: list[Trait] = every[odd[0]]
+    usual_rank = min({*range(group.size)}.difference(odd))
+    # Two ranks alone send all their traits: of thousands they would fill the memory of each.
+    compared = group.rank in (usual_rank, odd[0])
+    texts = gather_texts(group, json.dumps(list(traits) if compared else []))
+    usual: list[Trait] = json.loads(texts[usual_rank])
+    theirs: list[Trait] = json.loads(texts[odd[0]])
     numbers = [(numbers or range(group.size))[rank] for rank in odd]
     who, verb = named_ranks(numbers), "differ" if len(odd) > 1 else "differs"
     pairs = list(zip_longest(usual, theirs, fillvalue=("", "nothing")))

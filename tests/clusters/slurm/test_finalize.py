@@ -31,6 +31,7 @@ from orchestrator.clusters.slurm.finalize import (
     _daemons_listen,
     _is_usable,
     finalize_in_job,
+    finalize_without_script,
     restart_or_end,
 )
 from orchestrator.clusters.slurm.node_entry import after
@@ -89,6 +90,17 @@ def test_a_refused_requeue_is_one_message(run, monkeypatch):
     monkeypatch.setattr("orchestrator.clusters.slurm.finalize.finalize_in_job", refused)
     with pytest.raises(SystemExit, match=r"^error: .* requeue 77: Access.*; resume goes on$"):
         after(str(run.path), "0", "0", "")
+
+
+@pytest.mark.parametrize("follows", list(Next))
+def test_a_coordinator_without_a_script_ends_only_a_job_whose_run_ended(run, monkeypatch, follows):
+    """Else it was requeued meanwhile, and `scancel` would end the start that follows."""
+    commands = []
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setattr(f"{finalize_in_job.__module__}.finalize_in_job", lambda *_, **__: follows)
+    monkeypatch.setattr(SlurmClient, "check_output", lambda _, *command: commands.append(command))
+    finalize_without_script(run, 0, "its batch script was killed")
+    assert commands == ([("scancel", "77")] if follows is Next.END else [])
 
 
 def test_finalization_waits_for_space_on_a_full_disk(run, monkeypatch):

@@ -7,10 +7,11 @@ import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 
 import pytest
 
-from orchestrator.engine.mindspore.group import device_index, form_group, variables
+from orchestrator.engine.mindspore.group import device_of_rank, form_group, variables
 from orchestrator.engine.mindspore.rendezvous import (
     Scheduler,
     await_verdict,
@@ -127,9 +128,35 @@ def test_hccl_gets_our_time_outs_within_its_limits_unless_they_were_set_by_hand(
 
 def test_a_rank_takes_the_device_of_its_local_rank_among_those_it_sees():
     seen = {"ASCEND_RT_VISIBLE_DEVICES": "4,5,6"}
-    assert [device_index("hccl", rank, seen) for rank in range(3)] == [0, 1, 2]
+    indices, names = zip(*(device_of_rank("hccl", rank, seen) for rank in range(3)), strict=True)
+    assert (indices, names) == ((0, 1, 2), ("Ascend 4", "Ascend 5", "Ascend 6"))
     with pytest.raises(TransportError, match=r"cluster\.ranks_per_node=3"):
-        device_index("hccl", 3, seen)
+        device_of_rank("hccl", 3, seen)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "shown", "shared"),
+    [
+        ("nn", ("6", "6"), "ranks 0 and 1 on n share Ascend 6"),
+        ("nn", ("6", "7"), ""),  # a scheduler shows each rank its own
+        ("nm", ("6", "6"), ""),
+    ],
+)
+def test_ranks_that_share_the_one_device_they_see_are_refused_on_all_of_them(
+    tmp_path, nodes, shown, shared
+):
+    def meet(rank):
+        seen = {"ASCEND_RT_VISIBLE_DEVICES": shown[rank]}
+        _, device = device_of_rank("hccl", rank, seen)
+        one = replace(spec(tmp_path, rank, 2), node=nodes[rank])
+        try:
+            found = await_verdict(one, device) if rank else decide(one, lambda: {"port": 7}, device)
+        except TransportError as error:
+            return str(error).partition(",")[0]
+        return found["verdict"].removeprefix("go")
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(meet, range(2))) == [shared, shared]
 
 
 def test_a_single_rank_needs_no_others(tmp_path):

@@ -109,10 +109,11 @@ def test_the_same_line_goes_on_with_what_has_not_finished_and_killed_it_leaves_n
 
 
 def test_interrupted_twice_all_points_end_at_once(tmp_path):
-    sweep = tmp_path / "sweep"
-    command = begin("-m", LIGHT, *ONE, "train.updates=400", "job.pause_s=0.1", "sweep.parallel=2",
+    """Points are held, so that none reaches the boundary at which the first interrupt stops it."""
+    sweep, hold = tmp_path / "sweep", Hold(tmp_path / "hold").hold_before(3)
+    command = begin("-m", LIGHT, *ONE, "train.updates=10", hold.override, "sweep.parallel=2",
                     "train.seed=1,2,3", f"run.dir={sweep}")  # fmt: skip
-    trains(sweep / "0", sweep / "1")
+    until(lambda: len([*hold.folder.glob("held-3-*")]) == 2, 90, "the rank of each point, held")
     assert len({command.pid, *(holder(sweep / n) for n in "01")}) == 3
     command.send_signal(signal.SIGINT)
     command.send_signal(signal.SIGTERM)
@@ -121,7 +122,8 @@ def test_interrupted_twice_all_points_end_at_once(tmp_path):
     assert "point 0 (train.seed=1): " in said, "without what all points share"
     assert processes_of(sweep) == []
     assert not (sweep / "2").exists(), "it was not started any more"
-    resumed = verb("resume", sweep, "train.updates=10", code=3)
+    hold.release()
+    resumed = verb("resume", sweep, code=3)
     assert "2 of 3 points finished; 1 not begun yet: type the same line again" in resumed.stdout
 
 
