@@ -347,8 +347,8 @@ def _merge_terms(own: dict[tuple[int, int], list[JudgedWindow]]) -> str | None:
     if any(len({step["quiet"] for step in group}) > 1 for group in groups):
         return None  # the last micro-step of a window has a line of its own
     fetches = any(len({step["fetched"] for step in group}) > 1 for group in groups)
-    if fetches or all(map(_are_like_micro_steps, every)):
-        lines = ", ".join(cycle[0] for cycle in cycles[0] if cycle)
+    if all(_are_alike(w, fetches=fetches) for w in every):
+        lines = ", ".join(dict.fromkeys(_where(cycle) for cycle in cycles[0]))
         return (
             f"backward passes at {lines} are terms of one loss or undivided micro-steps: add the "
             "terms, or call backward at one line"
@@ -358,15 +358,25 @@ def _merge_terms(own: dict[tuple[int, int], list[JudgedWindow]]) -> str | None:
     return None
 
 
-def _are_like_micro_steps(window: JudgedWindow) -> bool:
-    """Return whether all losses are of one kind and length, without further forward passes, such as
-    those of a generator.
+def _where(lines: Sequence[str]) -> str:
+    """Return the innermost of a backward pass's lines."""
+    return lines[0].partition("#")[0] if lines else "a line of no script"
+
+
+def _are_alike(window: JudgedWindow, *, fetches: bool) -> bool:
+    """Return whether all losses are of one kind, each after as many forward passes (or after a
+    micro-batch that a loader gives), unlike those for real and generated samples.
     """
     kinds = {
-        tuple((r["name"], r["elements"]) for r in step["loss"]["reductions"])
+        tuple(
+            r["name"]
+            for term in (step["loss"], *step["loss"]["others"])
+            for r in term["reductions"]
+        )
         for step in window.steps
     }
-    return len(kinds) == 1 and len(window.record["forwards"]) <= len(window.steps)
+    passes = Counter(f["before"] for f in window.record["forwards"])
+    return len(kinds) == 1 and (fetches or len({passes[b] for b in window.backwards}) == 1)
 
 
 def _free_terms(
@@ -523,7 +533,7 @@ class _Update:
         whole = self._judge_clipping()
         self._judge_data()
         other, of_loss = self._reason(), self._reason_of_losses()
-        self.why = other or of_loss
+        self.why = other or (self.ambiguous if of_loss and self.ambiguous else of_loss)
         losses = self._losses()
         terms = [term for loss in losses for term in (loss, *loss["others"])]
         divided = any({*term["divisors"]} - {*term["averages"]} for term in terms)
@@ -588,7 +598,7 @@ class _Update:
             if window.shared:
                 reasons.append(
                     "a backward pass belongs to the updates of two optimizers, another to one of "
-                    f"them only ({window.lines[-1][0] if window.lines[-1] else 'last'})"
+                    f"them only ({_where(window.lines[-1])})"
                 )
             for one, other in pairwise(window.steps):
                 for name in _differing(one["state"], other["state"]):
@@ -634,8 +644,8 @@ class _Update:
         """
         reductions = [term["reductions"][depth] for term in terms]
         if not any(r["is_mean"] for r in reductions):
-            rows = np.concatenate(self._units("rows"))
-            for counts in (rows, [r["elements"] for r in reductions]):
+            rows, samples = (np.concatenate(self._units(name)) for name in ("rows", "samples"))
+            for counts in (rows, samples, [r["elements"] for r in reductions]):
                 if all(n > 1 and n in t["divisors"] for n, t in zip(counts, terms, strict=True)):
                     return [
                         _Term(r["gradient"] * n, n, float(n))
@@ -720,14 +730,16 @@ class _Update:
         """Return how many samples or tokens each micro-step has.
 
         Args:
-            counted: `units` (what counts), `elements`, or `rows` (of the model's inputs).
+            counted: `units` (what counts), `elements`, `rows` (of all models' inputs), or `samples`
+                (the rows of one of them: a model may see two views, or two models the same).
         """
-        if counted == "rows":
+        if counted in ("rows", "samples"):
             rows = []
             for window in self.windows:
                 per: Counter[int] = Counter()
                 for f in window.record["forwards"]:
-                    per[f["before"]] += len(f["rows"])
+                    n, before = len(f["rows"]), f["before"]
+                    per[before] = per[before] + n if counted == "rows" else max(per[before], n)
                 counts = [max(per[number] for number in numbers) for numbers in window.members]
                 rows.append(np.array(counts, dtype=float))
             return rows
@@ -867,7 +879,7 @@ class _Update:
         """Return the length of the update divided by that of a mean, by what the mean may count."""
         level = self.level or 0.0
         is_mean = self._reductions()[0][0]["is_mean"]
-        names = ("units",) if is_mean else ("units", "elements", "rows")
+        names = ("units",) if is_mean else ("units", "elements", "rows", "samples")
         found = {name: level * float(np.concatenate(self._units(name)).sum()) for name in names}
         return found if is_mean else {**found, "sum": level}
 
@@ -1118,7 +1130,8 @@ class _Update:
 
 COUNTED = {
     "units": "a mean over samples or tokens", "elements": "a mean over elements",
-    "rows": "a mean over samples", "sum": "a sum over samples or tokens",
+    "rows": "a mean over samples", "samples": "a mean over samples",
+    "sum": "a sum over samples or tokens",
 }  # fmt: skip
 
 
@@ -1275,9 +1288,8 @@ def _judge_samples(
             made.say("weights", UNJUDGED, mixed)
     elif missing := {line for own in lines for line in own.values()} - reached:
         text = untested or "whether samples influence one another was not tested"
-        where = next(iter(min(missing)), "")
         made.say(
-            "weights", UNJUDGED, text if len(missing) == 1 or not where else f"{text} ({where})"
+            "weights", UNJUDGED, text if len(missing) == 1 else f"{text} ({_where(min(missing))})"
         )
     elif any(probe["free"] for probe in tested) and not _first_term_is_mean(updates, tested):
         text = "a loss term does not depend on samples, so it counts once in each micro-step"

@@ -261,7 +261,7 @@ class Observer:
             roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             self.backwards += 1
             self.depth = 0
-            self.lines_of_backward = tuple(script_lines(inspect.currentframe()))
+            self.lines_of_backward = tuple(script_lines(inspect.currentframe(), exact=True))
             for tracked in self.optimizers.values():
                 for number in tracked.hooked:
                     self._read_first(tracked, number)

@@ -121,13 +121,18 @@ def _results(values: Any, count: int) -> list[Tensor | None]:
     return leaves if len(leaves) == count else [*_flat(values)]
 
 
-def script_lines(frame: FrameType | None) -> list[str]:
-    """Return the script's lines that a frame belongs to, the innermost first."""
+def script_lines(frame: FrameType | None, *, exact: bool = False) -> list[str]:
+    """Return the script's lines that a frame belongs to, the innermost first.
+
+    Args:
+        exact: after `#`, with the instruction: a line may have several calls.
+    """
     lines: list[str] = []
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith((*_LIBRARIES, _OWN, "<frozen")):
-            lines.append(f"{Path(file).name}:{frame.f_lineno}")
+            line = f"{Path(file).name}:{frame.f_lineno}"
+            lines.append(f"{line}#{frame.f_lasti}" if exact else line)
         frame = frame.f_back
     return lines
 

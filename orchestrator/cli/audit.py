@@ -252,6 +252,9 @@ def _judge(
             text += f"; it started processes of its own ({started}), which are not observed"
         made.reason = failed or text
         made.log = made.log or list(log)
+        names_gpus = any(name in line.lower() for line in made.log for name in ("cuda", "gpu"))
+        if names_gpus and not os.environ.get(FAKE_CUDA):
+            made.reason += "; --fake-cuda lets scripts for GPUs run on CPUs"
         return
     grouped = any(w.record["grouped"] for trace in traces for w in trace.windows.values())
     if made.ranks > 1 and not stated_ranks and not grouped:

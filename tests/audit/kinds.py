@@ -80,6 +80,31 @@ def stepping_within():
             optimizers[0].zero_grad()
 
 
+def two_heads():
+    """Send two losses back through one forward pass, at two lines."""
+    body, heads = network(5, 4), network(4, 2)
+    optimizer = sgd(body, heads)
+    for _ in range(UPDATES):
+        optimizer.zero_grad()
+        scores = heads(body(torch.randn(4, 5)))
+        scores[:, 0].square().mean().backward(retain_graph=True)
+        (scores[:, 1] - 1).square().mean().backward()
+        optimizer.step()
+
+
+def two_models(steps):
+    """Divide sums by the number of samples, which two models see."""
+    one, other = network(5, 3), network(5, 3)
+    optimizer = sgd(one, other)
+    for _ in range(UPDATES):
+        optimizer.zero_grad()
+        for _ in range(steps):
+            x = torch.randn(4, 5)
+            sums = (one(x) - 1).square().sum() + other(x).abs().sum()
+            (sums / len(x) / steps).backward()
+        optimizer.step()
+
+
 def unrolled(steps_apart):
     """Accumulate two micro-batches at two lines, undivided."""
     model = network(5, 2)
@@ -179,6 +204,8 @@ LOOPS = {
     "not cleared": (lambda: adversarial(clear=False), WRONG),
     "polluted": (polluted, UNJUDGED),
     "stepping within": (stepping_within, UNJUDGED),
+    "two heads": (two_heads, RIGHT),
+    "two models": (lambda: two_models(2), RIGHT),
     "unrolled": (lambda: unrolled(steps_apart=False), UNJUDGED),
     "two steps": (lambda: unrolled(steps_apart=True), RIGHT),
     "sharpness-aware": (lambda: sharpness_aware(1, 1), RIGHT),
