@@ -202,6 +202,8 @@ class Counting(Curve):
             self.teacher.weight.lerp_(torch.ones(2, 2), 0.1)
         if self.kind == "schedule.beta":
             self.schedule.beta = update
+        if self.kind == "dropout":
+            next(layer for layer in model.modules() if isinstance(layer, nn.Dropout)).p = 0.5
 
 
 class Schedule:
@@ -226,6 +228,11 @@ def test_state_on_the_job_that_changes_is_warned_of_by_name(kind):
         UserWarning, match=rf"^Counting\.{kind} changed during training.*current_run"
     ):
         _train(Counting(kind))
+
+
+def test_numbers_that_a_job_changes_in_its_model_are_warned_of_by_name():
+    with pytest.warns(UserWarning, match=r"after_update\(\) changed .*p of the model.*begin anew"):
+        _train(Counting("dropout"))
 
 
 def test_a_job_that_only_trains_is_not_warned_of():
