@@ -66,12 +66,16 @@ class JudgedWindow:
         gradients: a row for each micro-step, float64.
         applied: the gradient at the optimizer's step, float64.
         before_clip: at the last clipping, if there was one.
+        moved: the weights changed within the update, and only what followed is left.
+        shared: a backward pass counts in another optimizer's update too, others do not.
     """
 
     record: dict[str, Any]
     gradients: Array
     applied: Array
     before_clip: Array | None
+    moved: bool = False
+    shared: bool = False
 
     @property
     def steps(self) -> list[dict[str, Any]]:
@@ -92,16 +96,53 @@ class JudgedWindow:
         """The last micro-step before which the gradient was cleared."""
         return max((n for n, step in enumerate(self.steps) if step["cleared"]), default=0)
 
+    @property
+    def members(self) -> list[list[int]]:
+        """The numbers of each micro-step's backward passes, if several lines have one."""
+        return [step.get("members", [step["backward"]]) for step in self.steps]
+
+    @property
+    def lines(self) -> list[tuple[str, ...]]:
+        """The lines with each micro-step's backward pass."""
+        return [tuple(step["lines"]) for step in self.steps]
+
     def since(self, first: int) -> JudgedWindow:
         """Return the window without the micro-steps before `first`."""
+        if not first:
+            return self
         clips = [{**c, "after": c["after"] - first} for c in self.record["clips"]]
+        left_out = self.steps[first - 1]["backward"]
         record = {
             **self.record,
             "micro_steps": self.steps[first:],
             "schedules": [after - first for after in self.record["schedules"]],
             "clips": [clip for clip in clips if clip["after"] > 0],
+            "forwards": [f for f in self.record["forwards"] if f["before"] > left_out],
         }
         return replace(self, record=record, gradients=self.gradients[first:])
+
+    def merged(self, count: int) -> JudgedWindow:
+        """Return the window with each `count` neighbouring backward passes as one micro-step."""
+        groups = [self.steps[i : i + count] for i in range(0, len(self.steps), count)]
+        steps = [
+            {
+                **group[-1],
+                "cleared": group[0]["cleared"],
+                "members": [step["backward"] for step in group],
+                "lines_of_members": [step["lines"] for step in group],
+                "loss": _add_losses([step["loss"] for step in group]),
+            }
+            for group in groups
+        ]
+        record = {
+            **self.record,
+            "micro_steps": steps,
+            "schedules": [-(-after // count) for after in self.record["schedules"]],
+            # Within a micro-step it is not whole.
+            "clips": [{**c, "after": c["after"] // count} for c in self.record["clips"]],
+        }
+        gradients = self.gradients.reshape(len(groups), count, -1).sum(1)
+        return replace(self, record=record, gradients=gradients)
 
 
 @dataclass
@@ -166,6 +207,18 @@ def read_trace(folder: Path, rank: int) -> Trace:
                 clipped = rows[steps + 1] if record["clipped"] else None
                 window = JudgedWindow(record, rows[:steps], rows[steps], clipped)
                 trace.windows[record["optimizer"], record["update"]] = window
+    # Each optimizer's record has a forward pass as it was at that time.
+    for window in trace.windows.values():
+        forwards = window.record["forwards"]
+        window.record["forwards"] = [f for f in forwards if not f.get("frozen")]
+    forwards = [f for window in trace.windows.values() for f in window.record["forwards"]]
+    used = {f["number"] for f in forwards if f["used"]}
+    known: dict[int, bool] = {}
+    for f in forwards:
+        if f["data"] is not None:
+            known[f["number"]] = known.get(f["number"], False) or f["data"]
+    for f in forwards:
+        f["used"], f["data"] = f["number"] in used, known.get(f["number"])
     return trace
 
 
@@ -181,37 +234,42 @@ def judge(traces: Sequence[Trace]) -> Judgement:
         )
         made.say("synchrony", WRONG, text, "not-in-step")
     windows = {key: [trace.windows[key] for trace in traces] for key in whole}
-    if discarded := _leave_out_discarded(windows):
+    for rank in range(len(traces)):
+        _separate_optimizers({key: ranks[rank] for key, ranks in windows.items()}, windows, rank)
+    by_optimizer: dict[int, dict[tuple[int, int], list[JudgedWindow]]] = {}
+    for key in whole:
+        by_optimizer.setdefault(key[0], {})[key] = windows[key]
+    discarded = 0
+    ambiguous: dict[int, str] = {}
+    for optimizer, own in by_optimizer.items():
+        discarded += _leave_out_discarded(own)
+        if text := _merge_terms(own):
+            ambiguous[optimizer] = text
+    if discarded:
         made.notes.append(
             f"the gradients of {discarded} micro-steps of rank 0 were cleared before they counted, "
             "as at the end of an epoch that leaves less than a window"
         )
-    every = [window for of_ranks in windows.values() for window in of_ranks]
-    depth = _depth(every)
-    forwards = [f for window in every for f in window.record["forwards"] if not f["used"]]
-    seen = {f["data"] for f in forwards if f.get("data") is not None}
-    dropped_are_data = True in seen if seen else None
-    probes = [probe for trace in traces for probe in trace.end.get("probes", [])]
-    tested = [{*probe["free"]} for probe in probes if probe["untested"] is None]
-    free: set[int] = set.intersection(*tested) if tested else set()
-    of_optimizer: dict[int, list[list[JudgedWindow]]] = {}
-    for key in whole:
-        of_optimizer.setdefault(key[0], []).append(windows[key])
-    counts = [[ranks[0].backwards for ranks in own] for own in of_optimizer.values()]
-    shared = all(each == counts[0] for each in counts)
+    every = [w for own in by_optimizer.values() for ranks in own.values() for w in ranks]
+    data_at: dict[tuple[str, ...], set[bool]] = {}
+    for forward in (f for window in every for f in window.record["forwards"]):
+        if not forward["used"] and forward["data"] is not None:
+            data_at.setdefault(tuple(forward["lines"]), set()).add(forward["data"])
+    probes = [trace.end.get("probes", []) for trace in traces]
     judged: list[list[_Update]] = []
-    for optimizer, own in of_optimizer.items():
-        usual = max(len(window.steps) for ranks in own for window in ranks)
+    for optimizer, own in by_optimizer.items():
+        its_windows = [window for ranks in own.values() for window in ranks]
+        usual = max(len(window.steps) for window in its_windows)
+        depth = _depth(its_windows)
+        free = _free_terms(own, probes)
         updates: list[_Update] = []
-        for ranks in own:
-            update = ranks[0].record["update"]
+        for (_, update), ranks in own.items():
             before = traces[0].windows.get((optimizer, update - 1))
             one = _Update(made, ranks, before, update, usual, depth)
-            one.several = len(of_optimizer) > 1
-            one.dropped_are_data = dropped_are_data
+            one.several = len(by_optimizer) > 1
+            one.data_at = data_at
             one.free_terms = free
-            if not shared:
-                one.reason = one.reason or "optimizers step after different micro-steps"
+            one.ambiguous = ambiguous.get(optimizer)
             one.judge()
             updates.append(one)
         judged.append(updates)
@@ -221,8 +279,123 @@ def judge(traces: Sequence[Trace]) -> Judgement:
             one.judge_gradient()
     if schedule := _describe_schedule(every):
         made.notes.append(schedule)
-    _judge_run(made, traces, max((len(window.steps) for window in every), default=1))
+    _judge_run(made, traces, [ranks for own in by_optimizer.values() for ranks in own.values()])
     return made
+
+
+def _add_losses(losses: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return one loss with the terms of several."""
+    first, *more = losses
+    others = [term for loss in more for term in ({**loss, "others": []}, *loss["others"])]
+    reason = next((loss["reason"] for loss in losses if loss["reason"]), None)
+    return {**first, "reason": reason, "others": [*first["others"], *others]}
+
+
+def _separate_optimizers(
+    own: dict[tuple[int, int], JudgedWindow],
+    windows: dict[tuple[int, int], list[JudgedWindow]],
+    rank: int,
+) -> None:
+    """Leave out of each optimizer's window what belongs to another one's update: backward passes
+    that were applied there before this optimizer's gradients were cleared (as a generator's loss
+    reaches the discriminator). Leave out what precedes a change of weights, too.
+
+    Args:
+        own: all windows of one rank.
+        windows: where its windows are replaced.
+    """
+    counted = {key: set(window.backwards[window.last_cleared :]) for key, window in own.items()}
+    for key, window in own.items():
+        others = [
+            (other.record["at"], counted[other_key])
+            for other_key, other in own.items()
+            if other_key[0] != key[0]
+        ]
+        first = window.last_cleared
+        begin = window.backwards[first] if window.steps else 0
+        applied = [backwards for at, backwards in others if at < begin]
+        if not all(any(b in own for own in applied) for b in window.backwards[:first]):
+            first = 0
+        moved = [n for n, step in enumerate(window.steps) if n > first and step["moved"]]
+        lengths = {b - a for a, b in pairwise([first, *moved, len(window.steps)])}
+        kept = window.since(first)
+        if moved and len(lengths) == 1:
+            kept = replace(window.since(moved[-1]), moved=True)
+        left = set(kept.backwards)
+        shared = any(left & backwards and left - backwards for _, backwards in others)
+        windows[key][rank] = replace(kept, shared=shared)
+
+
+def _merge_terms(own: dict[tuple[int, int], list[JudgedWindow]]) -> str | None:
+    """Merge backward passes at different lines, which are terms of one loss, as those of a
+    discriminator for real and generated samples.
+
+    Returns:
+        Why that they are terms is not certain, if it is not.
+    """
+    every = [window for ranks in own.values() for window in ranks]
+    cycles = [[*dict.fromkeys(window.lines)] for window in every]
+    counts = {len(cycle) for cycle in cycles}
+    if len(counts) != 1 or counts <= {0, 1}:
+        return None
+    [count] = counts
+    for window, cycle in zip(every, cycles, strict=True):
+        repeats = len(window.steps) // count
+        if window.lines != cycle * repeats:
+            return None
+    groups = [w.steps[i : i + count] for w in every for i in range(0, len(w.steps), count)]
+    if any(len({step["quiet"] for step in group}) > 1 for group in groups):
+        return None  # the last micro-step of a window has a line of its own
+    fetches = any(len({step["fetched"] for step in group}) > 1 for group in groups)
+    if all(_are_alike(w, fetches=fetches) for w in every):
+        lines = ", ".join(dict.fromkeys(_where(cycle) for cycle in cycles[0]))
+        return (
+            f"backward passes at {lines} are terms of one loss or undivided micro-steps: add the "
+            "terms, or call backward at one line"
+        )
+    for ranks in own.values():
+        ranks[:] = [window.merged(count) for window in ranks]
+    return None
+
+
+def _where(lines: Sequence[str]) -> str:
+    """Return the innermost of a backward pass's lines."""
+    return lines[0].partition("#")[0] if lines else "a line of no script"
+
+
+def _are_alike(window: JudgedWindow, *, fetches: bool) -> bool:
+    """Return whether all losses are of one kind, each after as many forward passes (or after a
+    micro-batch that a loader gives), unlike those for real and generated samples.
+    """
+    kinds = {
+        tuple(
+            r["name"]
+            for term in (step["loss"], *step["loss"]["others"])
+            for r in term["reductions"]
+        )
+        for step in window.steps
+    }
+    passes = Counter(f["before"] for f in window.record["forwards"])
+    return len(kinds) == 1 and (fetches or len({passes[b] for b in window.backwards}) == 1)
+
+
+def _free_terms(
+    own: dict[tuple[int, int], list[JudgedWindow]], probes: Sequence[list[dict[str, Any]]]
+) -> set[int]:
+    """Return the numbers of loss terms that no sample changes, such as a norm of the weights."""
+    windows = [window for ranks in own.values() for window in ranks]
+    if any("members" in step for window in windows for step in window.steps):
+        return set()  # numbers are those of one backward pass
+    backwards = [
+        {b for ranks in own.values() for b in ranks[i].backwards} for i in range(len(probes))
+    ]
+    free = [
+        {*probe["free"]}
+        for numbers, of_rank in zip(backwards, probes, strict=True)
+        for probe in of_rank
+        if probe["untested"] is None and probe["backward"] in numbers
+    ]
+    return set.intersection(*free) if free else set()
 
 
 def _describe_schedule(windows: Iterable[JudgedWindow]) -> str | None:
@@ -301,6 +474,20 @@ def _differing(one: dict[str, str], other: dict[str, str]) -> list[str]:
     return [name for name, digest in one.items() if other.get(name, digest) != digest]
 
 
+@dataclass(frozen=True)
+class _Term:
+    """A loss term of one micro-step: a mean over `elements`, or a sum.
+
+    Attributes:
+        gradient: of the loss with respect to the mean or sum.
+        divisor: by which the script made a mean of a sum.
+    """
+
+    gradient: float
+    elements: float
+    divisor: float | None
+
+
 class _Update:
     """The judgement of one update of one optimizer."""
 
@@ -318,9 +505,11 @@ class _Update:
         same_parameters = len({len(window.applied) for window in windows}) == 1
         self.reason = None if same_parameters else "ranks have different parameters"
         self.dropped = 0  # forward passes without a backward pass
-        self.dropped_are_data: bool | None = None  # of other passes' losses, as targets are
+        # By the lines of such passes: do other passes' losses depend on them, as on targets?
+        self.data_at: dict[tuple[str, ...], set[bool]] = {}
         self.free_terms: set[int] = set()  # of the loss, which no sample changes
         self.several = False  # there are other optimizers
+        self.ambiguous: str | None = None  # why micro-steps may be terms of one loss
         # No update of this optimizer adds up anything, so a loss that cannot be read is no matter.
         self.is_single = usual == 1 and self.size == 1
         self.name = ""  # how the applied gradient came about
@@ -335,6 +524,8 @@ class _Update:
         self.average: Array = np.full(sum(self.counts), share)  # coefficients of one over ranks
 
     def say(self, row: str, state: str, text: str, fault: str | None = None) -> None:
+        if self.ambiguous and state == WRONG and row in ("weights", "length"):
+            state, text, fault = UNJUDGED, self.ambiguous, None
         self.made.say(row, state, text, fault, self.update)
 
     def judge(self) -> None:
@@ -342,9 +533,10 @@ class _Update:
         whole = self._judge_clipping()
         self._judge_data()
         other, of_loss = self._reason(), self._reason_of_losses()
-        self.why = other or of_loss
+        self.why = other or (self.ambiguous if of_loss and self.ambiguous else of_loss)
         losses = self._losses()
-        divided = any(t["divisors"] for loss in losses for t in (loss, *loss["others"]))
+        terms = [term for loss in losses for term in (loss, *loss["others"])]
+        divided = any({*term["divisors"]} - {*term["averages"]} for term in terms)
         unread = of_loss or any(loss["others"] for loss in losses)
         self.is_single = self.is_single and bool(unread) and not (other or divided)
         self.weights = None if self.why else self._weights()
@@ -396,11 +588,28 @@ class _Update:
             if not window.steps:
                 reasons.append("an update without a backward pass")
             own = {forward["before"] for forward in window.record["forwards"]}
-            if own and not own.issuperset(window.backwards):
+            if len(window.steps) > 1 and own and any(own.isdisjoint(m) for m in window.members):
                 reasons.append("several backward passes follow one forward pass")
+            if window.moved and sum(self.counts) > 1:
+                reasons.append(
+                    "the weights change within the update, as in sharpness-aware steps: whether "
+                    "they do by the gradient of the whole batch was not seen"
+                )
+            if window.shared:
+                reasons.append(
+                    "a backward pass belongs to the updates of two optimizers, another to one of "
+                    f"them only ({_where(window.lines[-1])})"
+                )
             for one, other in pairwise(window.steps):
                 for name in _differing(one["state"], other["state"]):
                     reasons.append(f"{name} changes within the window, and is not trained")
+                if other["moved"]:
+                    reasons.append("weights change between micro-steps, before the update")
+                if one["other_updates"] != other["other_updates"]:
+                    reasons.append(
+                        "another optimizer steps within the window, so the micro-steps' gradients "
+                        "belong to different weights"
+                    )
         if not any(window.gradients.any() for window in self.windows):
             reasons.append("the gradient is zero, whatever it is multiplied by")
         for window in self.windows[1:]:
@@ -417,11 +626,33 @@ class _Update:
         reasons = [self._reason_of_loss(loss) for loss in self._losses()]
         return next((reason for reason in reasons if reason), None) or self._reason_of_terms()
 
-    def _divisors(self, term: dict[str, Any]) -> list[int]:
-        """Return the numbers of micro-steps or ranks that a term was divided by."""
+    def _divisors(self, term: dict[str, Any], count: float | None) -> list[int]:
+        """Return the numbers of micro-steps or ranks that a term was divided by.
+
+        Args:
+            count: of its own elements, by which it was divided too.
+        """
         counts = {max(self.counts), self.usual, self.size, self.usual * self.size} - {1}
         divisors = [*term["divisors"], *(1 / f for f in term["factors"] if f)]
+        if count in divisors:
+            divisors.remove(count)
         return sorted(n for n in counts for d in divisors if abs(d / n - 1) <= EQUAL)
+
+    def _as_means(self, terms: Sequence[dict[str, Any]], depth: int) -> tuple[list[_Term], bool]:
+        """Return the reductions of one term in each micro-step, and whether they are means: a sum
+        that is divided by the number of the micro-batch's samples or elements is one.
+        """
+        reductions = [term["reductions"][depth] for term in terms]
+        if not any(r["is_mean"] for r in reductions):
+            rows, samples = (np.concatenate(self._units(name)) for name in ("rows", "samples"))
+            for counts in (rows, samples, [r["elements"] for r in reductions]):
+                if all(n > 1 and n in t["divisors"] for n, t in zip(counts, terms, strict=True)):
+                    return [
+                        _Term(r["gradient"] * n, n, float(n))
+                        for n, r in zip(counts, reductions, strict=True)
+                    ], True
+        is_mean = all(r["is_mean"] for r in reductions)
+        return [_Term(r["gradient"], r["elements"], None) for r in reductions], is_mean
 
     def _reason_of_terms(self) -> str | None:
         """Return why the first term's weights do not hold for the others that are added to it."""
@@ -429,9 +660,12 @@ class _Update:
         count = len(losses[0]["others"]) if losses else 0
         if any(len(loss["others"]) != count for loss in losses):
             return "micro-steps have different numbers of loss terms"
-        main = [loss["reductions"][self.depth] for loss in losses]
+        if not count:
+            return None
+        main, main_is_mean = self._as_means(losses, self.depth)
         for number in range(count):
-            chains = [loss["others"][number]["reductions"] for loss in losses]
+            others = [loss["others"][number] for loss in losses]
+            chains = [term["reductions"] for term in others]
             depth = _first_of_many(chains)
             if any(len(chain) <= depth for chain in chains):
                 return "the reduction of a loss term was not found"
@@ -440,21 +674,21 @@ class _Update:
                 return "micro-steps have different kinds of losses"
             if any(r["gradient"] is None or not np.isfinite(r["gradient"]) for r in term):
                 return "the gradient of a loss term is not finite, or did not arrive"
+            own, is_mean = self._as_means(others, depth)
             if sum(self.counts) > 1 and any(
-                self._divisors(loss) != self._divisors(loss["others"][number]) for loss in losses
+                self._divisors(loss, m.divisor) != self._divisors(other, o.divisor)
+                for loss, other, m, o in zip(losses, others, main, own, strict=True)
             ):
                 return (
                     "one loss term is divided by the number of micro-steps or ranks, another is not"
                 )
             is_free = number + 1 in self.free_terms
-            if not is_free and any(r["is_mean"] != main[0]["is_mean"] for r in term):
+            if not is_free and is_mean != main_is_mean:
                 return "one loss term is a mean, another a sum"
-            whole = np.array(
-                [r["gradient"] / m["gradient"] for r, m in zip(term, main, strict=True)]
-            )
+            whole = np.array([o.gradient / m.gradient for o, m in zip(own, main, strict=True)])
             each = whole * [
-                m["elements"] / max(r["elements"], 1.0) if m["is_mean"] else 1.0
-                for r, m in zip(term, main, strict=True)
+                m.elements / max(o.elements, 1.0) if is_mean else 1.0
+                for o, m in zip(own, main, strict=True)
             ]
             for ratios in (whole,) if is_free else (whole, each):
                 if np.ptp(ratios) > EQUAL * np.max(np.abs(ratios)):
@@ -496,16 +730,18 @@ class _Update:
         """Return how many samples or tokens each micro-step has.
 
         Args:
-            counted: `units` (what counts), `elements`, or `rows` (of the model's inputs).
+            counted: `units` (what counts), `elements`, `rows` (of all models' inputs), or `samples`
+                (the rows of one of them: a model may see two views, or two models the same).
         """
-        if counted == "rows":
+        if counted in ("rows", "samples"):
             rows = []
             for window in self.windows:
-                per = dict.fromkeys(window.backwards, 0)
+                per: Counter[int] = Counter()
                 for f in window.record["forwards"]:
-                    if f["before"] in per:
-                        per[f["before"]] += len(f["rows"])
-                rows.append(np.array(list(per.values()), dtype=float))
+                    n, before = len(f["rows"]), f["before"]
+                    per[before] = per[before] + n if counted == "rows" else max(per[before], n)
+                counts = [max(per[number] for number in numbers) for numbers in window.members]
+                rows.append(np.array(counts, dtype=float))
             return rows
         return [np.array([float(r[counted]) for r in rank]) for rank in self._reductions()]
 
@@ -643,9 +879,17 @@ class _Update:
         """Return the length of the update divided by that of a mean, by what the mean may count."""
         level = self.level or 0.0
         is_mean = self._reductions()[0][0]["is_mean"]
-        names = ("units",) if is_mean else ("units", "elements", "rows")
+        names = ("units",) if is_mean else ("units", "elements", "rows", "samples")
         found = {name: level * float(np.concatenate(self._units(name)).sum()) for name in names}
         return found if is_mean else {**found, "sum": level}
+
+    def counts_first_labels(self, times: float) -> bool:
+        """Return whether a loss is divided by one more a sample than its tokens."""
+        units, rows = (np.concatenate(self._units(name)) for name in ("units", "rows"))
+        seen = rows > 0  # of the first forward pass, inputs that are given by name are not
+        if not seen.any() or times >= 1:
+            return False
+        return bool(abs(times * (1 + rows[seen].sum() / units[seen].sum()) - 1) <= EQUAL)
 
     def alike_terms(self) -> int:
         """Return how many terms the losses have, if all are alike: an average may be meant."""
@@ -660,6 +904,24 @@ class _Update:
                 ):
                     return 1
         return 1 + len(self._losses()[0]["others"])
+
+    def has_factor(self, times: float) -> bool:
+        """Return whether the loss's own factor makes the update `times` as long: one half, or one
+        that is no number of micro-steps or ranks, nor an inverse, which may be meant as a divisor.
+        """
+        steps, size = max(self.counts), self.size
+        counts = {steps, size, steps * size, self.usual, self.usual * size} - {1}
+        factors = self.windows[0].steps[0]["loss"]["factors"]
+        whole = float(np.prod(factors)) / self.windows[0].record["scale"]
+        for factor in (*factors, whole):
+            inverse = round(1 / factor) if factor else 0
+            is_inverse = inverse > 2 and abs(factor * inverse - 1) <= EQUAL
+            is_count = any(
+                abs(factor / n - 1) <= EQUAL or abs(factor * n - 1) <= EQUAL for n in counts
+            )
+            if abs(times / factor - 1) <= EQUAL and not is_inverse and not is_count:
+                return True
+        return False
 
     def length_fault(self, times: float) -> str | None:
         """Return the fault that makes an update `times` as long as it should be."""
@@ -753,12 +1015,16 @@ class _Update:
         return found
 
     def _reducing(self) -> list[dict[str, Any]]:
-        """Return the collectives that may reduce gradients: DDP's alone if they are whole."""
-        record = self.windows[0].record
-        by_ddp = [event for event in record["collectives"] if event["kind"] == "ddp"]
-        if sum(event["bytes"] for event in by_ddp) >= OF_GRADIENT * record["gradient_bytes"]:
+        """Return the collectives that may reduce gradients: DDP's alone if they are whole. Those
+        after other optimizers' backward passes are theirs.
+        """
+        window = self.windows[0]
+        own = {number for numbers in window.members for number in numbers}
+        events = [event for event in window.record["collectives"] if event["backward"] in own]
+        by_ddp = [event for event in events if event["kind"] == "ddp"]
+        if sum(event["bytes"] for event in by_ddp) >= OF_GRADIENT * window.record["gradient_bytes"]:
             return by_ddp
-        return [event for event in record["collectives"] if event["kind"] in REDUCING]
+        return [event for event in events if event["kind"] in REDUCING]
 
     def _judge_reductions(self) -> None:
         if self.size == 1:
@@ -767,14 +1033,15 @@ class _Update:
         window = self.windows[0]
         need = window.record["gradient_bytes"]
         by_step = self._gradient_bytes()
-        full = [i for i, b in enumerate(window.backwards) if by_step[b] >= OF_GRADIENT * need]
+        full = [
+            i
+            for i, numbers in enumerate(window.members)
+            if sum(by_step[number] for number in numbers) >= OF_GRADIENT * need
+        ]
         sent = by_step.total()
         text = f"{sent} bytes an update, {need} needed; whole gradients in micro-steps {full}"
         if len(full) > 1:
-            if window.reasons:  # LBFGS, say, needs the gradient at several points
-                self.say("reductions", UNJUDGED, f"{text}; {window.reasons[0]}")
-            else:
-                self.say("reductions", SLOW, text, "reduced-each-micro-step")
+            self.say("reductions", SLOW, text, "reduced-each-micro-step")
         elif not sent and self.several:
             return  # they belong to another optimizer of the same window
         elif not sent:
@@ -815,21 +1082,25 @@ class _Update:
         ]
         forwards, used = self.windows[0].record["forwards"], set(rows[0])
         sizes = {len(f["rows"]) for f in forwards if f["used"]}
-        if not self.reason:  # count those over as many samples of their own; others may evaluate
-            self.dropped = sum(
-                not f["used"] and len(f["rows"]) in sizes and used.isdisjoint(f["rows"])
-                for f in forwards
-            )
+        dropped = [] if self.reason else [
+            # Over as many samples of their own; others may evaluate, or give data.
+            f
+            for f in forwards
+            if not f["used"] and len(f["rows"]) in sizes and used.isdisjoint(f["rows"])
+            and True not in self.data_at.get(tuple(f["lines"]), ())
+        ]  # fmt: skip
+        self.dropped = len(dropped)
+        is_waste = all(self.data_at.get(tuple(f["lines"])) == {False} for f in dropped)
         lines = [f["lines"] for f in forwards if f["used"]]
         apart = all(f["used"] or f["lines"] not in lines for f in forwards)
-        if self.dropped and self.dropped_are_data is False and apart:
+        if dropped and is_waste and apart:
             note = "forward passes lead to no loss: waste, unless they are for something else"
             if note not in self.made.notes:
                 self.made.notes.append(note)
-        elif self.dropped and self.dropped_are_data is not True:
+        elif dropped:
             text = f"{self.dropped} forward passes of this window have no backward pass"
             # Where several passes count, a discarded one may have been rejected.
-            known = self.dropped_are_data is False and max(self.counts) == 1
+            known = is_waste and max(self.counts) == 1
             fault = "last-micro-step-only" if known else None
             self.say("weights", WRONG if known else UNJUDGED, text, fault)
         if self.size == 1 or not all(rows):
@@ -846,7 +1117,9 @@ class _Update:
 
     def _judge_clearing(self, coefficients: Array) -> None:
         zeros = np.abs(coefficients) < EQUAL * np.max(np.abs(coefficients))
-        if self.name == "carried":
+        if any(step["moved"] for window in self.windows for step in window.steps[1:]):
+            self.say("clearing", UNJUDGED, str(self.why))
+        elif self.name == "carried":
             self.say("clearing", WRONG, "the gradient of the update before is in it", "not-cleared")
         elif self.name in ("last", "solved") and zeros.any() and self._is_cleared():
             text = "only the last micro-step is in the update"
@@ -857,7 +1130,8 @@ class _Update:
 
 COUNTED = {
     "units": "a mean over samples or tokens", "elements": "a mean over elements",
-    "rows": "a mean over samples", "sum": "a sum over samples or tokens",
+    "rows": "a mean over samples", "samples": "a mean over samples",
+    "sum": "a sum over samples or tokens",
 }  # fmt: skip
 
 
@@ -887,11 +1161,26 @@ def _judge_lengths(updates: Sequence[_Update]) -> None:
             if faults is None:
                 continue
             for one, value, fault in zip(updates, found, faults, strict=True):
-                one.total = value / (one.level or 1.0)
+                one.total = (value if fault else 1.0) / (one.level or 1.0)
+                factor = "" if abs(value - 1) <= EQUAL else f", times the loss's own {value:.4g}"
                 if fault:
                     one.say("length", WRONG, f"the update is {value:.4g} times as long", fault)
                 else:
-                    one.say("length", RIGHT, f"the update is that of {COUNTED[counted]}")
+                    one.say("length", RIGHT, f"the update is that of {COUNTED[counted]}{factor}")
+            return
+    if all(
+        one.counts_first_labels(each["units"]) for one, each in zip(updates, times, strict=True)
+    ):
+        shares = [each["units"] for each in times]
+        if max(shares) - min(shares) <= EQUAL:
+            note = (
+                "the loss is divided by all labels, each sentence's first included, which has no "
+                "loss; where lengths differ, so do the lengths of updates"
+            )
+            updates[0].made.notes.append(note)
+            for one in updates:
+                one.total = 1 / (one.level or 1.0)
+                one.say("length", RIGHT, "the update is that of a mean over labels")
             return
     _judge_divisors(updates, times)
 
@@ -900,7 +1189,8 @@ def _agreed_faults(updates: Sequence[_Update], times: Sequence[float]) -> list[s
     """Return a fault for each update, "" for none; None where alike updates disagree."""
     groups: dict[tuple[int, ...], set[str | None]] = {}
     for one, value in zip(updates, times, strict=True):
-        fault = "" if abs(value - 1) <= EQUAL else one.length_fault(value)
+        is_right = abs(value - 1) <= EQUAL or one.has_factor(value)
+        fault = "" if is_right else one.length_fault(value)
         groups.setdefault(tuple(one.counts), set()).add(fault)
     if any(len(faults) > 1 or None in faults for faults in groups.values()):
         return None
@@ -930,12 +1220,15 @@ def _judge_divisors(updates: Sequence[_Update], times: Sequence[dict[str, float]
             one.say("length", UNJUDGED, text)
 
 
-def _judge_run(made: Judgement, traces: Sequence[Trace], steps: int) -> None:
+def _judge_run(
+    made: Judgement, traces: Sequence[Trace], updates: Sequence[list[JudgedWindow]]
+) -> None:
     """Judge what belongs to the run as a whole: layers, and the environment.
 
     Args:
-        steps: the most micro-steps of a window.
+        updates: the windows of each update's ranks.
     """
+    steps = max((len(window.steps) for ranks in updates for window in ranks), default=1)
     layers = traces[0].end.get("layers", {})
     several = steps > 1 or len(traces) > 1
     norms = layers.get("norms", [])
@@ -951,58 +1244,87 @@ def _judge_run(made: Judgement, traces: Sequence[Trace], steps: int) -> None:
             "torch.manual_seed(seed + rank) after the model is built makes them differ"
         )
     _judge_epochs(made, [_rows_of_epochs(trace) for trace in traces])
-    if several:
-        _judge_samples(made, traces)
+    added_up = [ranks for ranks in updates if sum(len(window.steps) for window in ranks) > 1]
+    if added_up:
+        _judge_samples(made, traces, added_up)
     if not any(f.row == "layers" for f in made.findings):
         made.say("layers", RIGHT, "no batch norm over micro-batches")
     found = traces[0].end.get("environment", {})
     made.say("environment", RIGHT, ", ".join(f"{name} {value}" for name, value in found.items()))
 
 
-def _judge_samples(made: Judgement, traces: Sequence[Trace]) -> None:
+def _judge_samples(
+    made: Judgement, traces: Sequence[Trace], updates: Sequence[list[JudgedWindow]]
+) -> None:
     """Judge whether samples influence one another, by the micro-steps that were replayed."""
-    probes = [trace.end.get("probes", []) for trace in traces]
+    lines: list[dict[int, tuple[str, ...]]] = [{} for _ in traces]  # of each backward pass
+    for ranks in updates:
+        for window, own in zip(ranks, lines, strict=True):
+            for step in window.steps:
+                of_members = step.get("lines_of_members", [step["lines"]])
+                numbers = step.get("members", [step["backward"]])
+                own.update(zip(numbers, map(tuple, of_members), strict=True))
+    probes = [
+        [probe for probe in trace.end.get("probes", []) if probe["backward"] in own]
+        for trace, own in zip(traces, lines, strict=True)
+    ]
+    for own, of_rank in zip(lines, probes, strict=True):
+        # In the first one, data that the script prepares once look like those of a micro-step.
+        later = {own[p["backward"]] for p in of_rank if p["untested"] is None and p["backward"] > 1}
+        of_rank[:] = [p for p in of_rank if p["backward"] > 1 or own[p["backward"]] not in later]
     every = [probe for of_rank in probes for probe in of_rank]
     tested = [probe for probe in every if probe["untested"] is None]
     mixed = next((probe["mixed"] for probe in every if probe["mixed"]), None)
     untested = next((probe["untested"] for probe in every if probe["untested"]), None)
+    reached = {
+        own[probe["backward"]]
+        for own, of_rank in zip(lines, probes, strict=True)
+        for probe in of_rank
+        if probe["untested"] is None
+    }
     named = any(f.fault == "batch-norm" for f in made.findings)
     if mixed is not None:
         if not named:  # else it is known why
             made.say("weights", UNJUDGED, mixed)
-    elif not tested:
+    elif missing := {line for own in lines for line in own.values()} - reached:
         text = untested or "whether samples influence one another was not tested"
-        made.say("weights", UNJUDGED, text)
-    elif any(probe["free"] for probe in tested) and not _first_term_is_mean(traces, tested):
+        made.say(
+            "weights", UNJUDGED, text if len(missing) == 1 else f"{text} ({_where(min(missing))})"
+        )
+    elif any(probe["free"] for probe in tested) and not _first_term_is_mean(updates, tested):
         text = "a loss term does not depend on samples, so it counts once in each micro-step"
         made.say("weights", UNJUDGED, text)
-    elif changed := _changing_constant(traces, probes):
+    elif changed := _changing_constant(updates, lines, probes):
         made.say("weights", UNJUDGED, changed)
 
 
-def _first_term_is_mean(traces: Sequence[Trace], probes: Sequence[dict[str, Any]]) -> bool:
+def _first_term_is_mean(
+    updates: Sequence[list[JudgedWindow]], probes: Sequence[dict[str, Any]]
+) -> bool:
     """Return whether all first terms are means over samples, beside which a constant term counts
     as in a big batch.
     """
-    steps = [step for trace in traces for w in trace.windows.values() for step in w.steps]
+    steps = [step for ranks in updates for window in ranks for step in window.steps]
     means = all(step["loss"]["reductions"][-1]["is_mean"] for step in steps)
     return means and all(0 not in probe["free"] for probe in probes)
 
 
 def _changing_constant(
-    traces: Sequence[Trace], probes: Sequence[list[dict[str, Any]]]
+    updates: Sequence[list[JudgedWindow]],
+    lines: Sequence[dict[int, tuple[str, ...]]],
+    probes: Sequence[list[dict[str, Any]]],
 ) -> str | None:
     """Return what the losses of a window depend on, besides data and weights, and not alike."""
-    for key, window in traces[0].windows.items():
-        own = [trace.windows[key].backwards for trace in traces if key in trace.windows]
-        within = [
-            set(probe["constants"])
-            for of_rank, backwards in zip(probes, own, strict=False)
-            for probe in of_rank
-            if probe["backward"] in backwards and probe["untested"] is None
-        ]
-        if len(window.steps) and len(within) > 1:
-            differing = set.union(*within) - set.intersection(*within)
+    for ranks in updates:
+        within: dict[tuple[str, ...], list[set[str]]] = {}
+        for window, line, of_rank in zip(ranks, lines, probes, strict=True):
+            own = {number for numbers in window.members for number in numbers}
+            for probe in of_rank:
+                if probe["backward"] in own and probe["untested"] is None:
+                    constants = within.setdefault(line[probe["backward"]], [])
+                    constants.append(set(probe["constants"]))
+        for constants in within.values():
+            differing = set.union(*constants) - set.intersection(*constants)
             if differing:
                 text = min(differing).rpartition("#")[0]
                 return f"losses depend on {text}, which changes within a window and was not tested"
@@ -1023,12 +1345,12 @@ def _rows_of_epochs(trace: Trace) -> list[list[str]]:
     begins = [each["from"] for each in epochs]
     rows: list[list[str]] = [[] for _ in epochs]
     passes = [0] * len(epochs)
-    for window in trace.windows.values():
-        for forward in window.record["forwards"]:
-            epoch = bisect_left(begins, forward["before"]) - 1
-            if forward["used"] and epoch >= 0:
-                rows[epoch] += forward["rows"]
-                passes[epoch] += 1
+    forwards = {f["number"]: f for w in trace.windows.values() for f in w.record["forwards"]}
+    for _, forward in sorted(forwards.items()):
+        epoch = bisect_left(begins, forward["before"]) - 1
+        if forward["used"] and epoch >= 0:
+            rows[epoch] += forward["rows"]
+            passes[epoch] += 1
     return [r for r, n, each in zip(rows, passes, epochs, strict=True) if n >= each["length"]]
 
 

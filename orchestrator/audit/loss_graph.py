@@ -11,6 +11,7 @@ Names and saved tensors of graph nodes are those of torch's derivatives.yaml.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -60,13 +61,20 @@ class Reduction:
     gradient: float | None = None
 
 
+@dataclass(eq=False)
+class Divisor:
+    """A constant that the script divided one or several loss terms by."""
+
+    value: float
+
+
 @dataclass
 class LossGraph:
     """The loss of one backward pass: its first term, and the others that are added to it.
 
     Attributes:
         factors: constants that the script multiplied by, from the root on; no divisors.
-        divisors: constants that the script divided by.
+        divisors: constants that the script divided by; terms share those of their sum.
         others: the other terms, of which none has others.
         reductions: from the root on. One over a single element is followed by those below it.
         reason: why the loss cannot be judged.
@@ -77,7 +85,7 @@ class LossGraph:
     reason: str | None = None
     node: Any = None
     factors: list[float] = field(default_factory=list)
-    divisors: list[float] = field(default_factory=list)
+    divisors: list[Divisor] = field(default_factory=list)
     others: list[LossGraph] = field(default_factory=list)
 
     @property
@@ -86,10 +94,18 @@ class LossGraph:
         return [self.node, *(term.node for term in self.others)]
 
     def to_json(self) -> dict[str, Any]:
-        reductions = [asdict(r) for r in self.reductions]
+        """Return what is known, with the divisors of averages: those by as many as the terms that
+        they divide.
+        """
+        counts = Counter(id(d) for term in (self, *self.others) for d in term.divisors)
+        return self._to_json(counts)
+
+    def _to_json(self, counts: Counter[int]) -> dict[str, Any]:
+        averages = [d.value for d in self.divisors if counts[id(d)] == d.value != 1]
         return {
-            "reductions": reductions, "reason": self.reason, "factors": self.factors,
-            "divisors": self.divisors, "others": [term.to_json() for term in self.others],
+            "reductions": [asdict(r) for r in self.reductions], "reason": self.reason,
+            "factors": self.factors, "divisors": [d.value for d in self.divisors],
+            "averages": averages, "others": [term._to_json(counts) for term in self.others],
         }  # fmt: skip
 
 
@@ -157,13 +173,17 @@ def _descend(loss: LossGraph, node: Any, output: int) -> Any:
             loss.factors.append(float(factor))
         elif node.name() in DIVISIONS:
             other = node._saved_other
-            loss.divisors.append(float(other) if other.numel() == 1 else math.nan)
+            loss.divisors.append(Divisor(float(other) if other.numel() == 1 else math.nan))
         return edges[0]
     main = _smoothed_cross_entropy(node)
     if main is None:
         if node.name() in ADDITIONS and len(loss.others) < MOST_TERMS:
             return _branch(loss, edges)
-        loss.reason = SEVERAL
+        function = node.name().removesuffix("Backward0")
+        loss.reason = (
+            f"a loss term is a function ({function}) of several values that were computed from the "
+            "micro-batch, as a dice loss is"
+        )
     else:
         _reduce(loss, node, main[1])
         loss.node = main[0]

@@ -20,8 +20,10 @@ import os
 import runpy
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,7 @@ from orchestrator.audit.judge import CLIPPED_WHILE_SCALED, Array
 from orchestrator.audit.loss_graph import LossGraph, is_compiled, read_loss
 from orchestrator.audit.scratch import CopyOnWrite
 from orchestrator.audit.separability import (
+    UNCHANGED,
     Operation,
     Probe,
     Recorder,
@@ -53,8 +56,12 @@ MOST_VALUES = 2**17
 """Of a gradient that are kept. Models with fewer parameters are compared whole."""
 UPDATES_BY_DEFAULT, MOST_UPDATES = 8, 64
 PROBED_MICRO_STEPS, MOST_PROBES = 3, 8
-"""So many, from the second on, are replayed; those that cannot be are tried so often. Where a
-window has several micro-steps, two of three neighbours are of one window."""
+"""So many of each line with a backward pass, besides the run's first, are replayed; those that
+cannot be are tried so often. Where a window has several micro-steps, two of three neighbours are of
+one window."""
+MOST_PROBED_LINES = 8
+MOST_OUTPUTS = 32
+"""Forward passes whose outputs are kept, to see whether other passes' losses depend on them."""
 MOST_STATE_VALUES = 1024
 """Of a frozen tensor that are compared between micro-steps and ranks."""
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -82,7 +89,9 @@ class ObservedWindow:
     scale: float = 1.0
     is_unscaled: bool = False
     reasons: list[str] = field(default_factory=list)
-    weights: Array | None = None  # at the first micro-step
+    weights: Array | None = None  # at the newest micro-step
+    forwards: list[dict[str, Any]] = field(default_factory=list)
+    collectives: list[dict[str, Any]] = field(default_factory=list)
 
 
 class TrackedOptimizer:
@@ -144,19 +153,22 @@ class Observer:
         self.folder, self.updates = folder, updates
         self.optimizers: dict[int, TrackedOptimizer] = {}
         self.of_parameter: dict[int, list[tuple[TrackedOptimizer, int]]] = {}
-        self.backwards = self.depth = 0
-        self.probes: list[Probe] = []
+        self.backwards = self.depth = self.forward_count = 0
+        self.fetched = 0  # micro-batches that loaders have given
+        self.processes = 0  # started by the script, besides its loaders' workers
+        self.lines_of_backward: tuple[str, ...] = ()
+        self.probes: dict[tuple[str, ...], list[Probe]] = {}  # by the lines of backward passes
         self.modules: dict[int, nn.Module] = {}  # outermost ones that were called
         self.state: dict[str, str] = {}  # digests of what they hold besides trained weights
         self.events = 0  # clippings and collectives so far
         self.own_clip: float | None = None  # the factor of the accumulator's clip_norm
-        self.is_wrapped = False  # DDP holds a model
+        self.wrapped: list[Any] = []  # models of DDP
         self.loss: LossGraph | None = None
         self.applied = np.zeros(0)  # the gradient that the newest step of an optimizer applies
-        self.forwards: list[dict[str, Any]] = []
-        self.outputs: list[tuple[dict[str, Any], list[Tensor]]] = []
+        self.forwards: list[dict[str, Any]] = []  # since any optimizer's newest step
+        # Without their graphs, since any optimizer's newest step.
+        self.outputs: deque[tuple[dict[str, Any], list[Tensor]]] = deque(maxlen=MOST_OUTPUTS)
         self.given_by_name: set[int] = set()
-        self.collectives: list[dict[str, Any]] = []
         self.layers: dict[str, Any] = {"norms": set(), "dropouts": 0}
         self.loaders: list[dict[str, Any]] = []
         self.lines = (folder / f"rank-{self.rank:05d}.jsonl").open("a")
@@ -219,17 +231,22 @@ class Observer:
         if tracked.backward != self.backwards:  # a micro-step begins
             tracked.backward = self.backwards
             held = tracked.parameters[number].grad
+            weights = tracked.sample(tracked.parameters)
+            moved = window.weights is not None and not np.array_equal(
+                weights, window.weights, equal_nan=True
+            )
+            window.weights = weights
             window.micro_steps.append({
-                "backward": self.backwards,
-                "cleared": held is None or not bool(held.detach().any()),
+                "backward": self.backwards, "lines": list(self.lines_of_backward),
+                "cleared": held is None or not bool(held.detach().any()), "moved": moved,
                 "lr": [float(group["lr"]) for group in tracked.optimizer.param_groups],
-                "loss": self.loss, "state": self.state,
+                "loss": self.loss, "state": self.state, "fetched": self.fetched,
+                "quiet": any(not ddp.require_backward_grad_sync for ddp in self.wrapped),
+                "other_updates": [
+                    other.updates for other in self.optimizers.values() if other is not tracked
+                ],
             })  # fmt: skip
             window.columns.append(np.zeros(tracked.values))
-            weights = tracked.sample(tracked.parameters)
-            window.weights = weights if window.weights is None else window.weights
-            if not np.array_equal(weights, window.weights, equal_nan=True):
-                _note(window.reasons, "weights change between micro-steps, before the update")
         if gradient.is_sparse or type(gradient) is not Tensor:
             _note(window.reasons, f"a gradient is a {type(gradient).__name__}, not dense")
             return
@@ -244,14 +261,14 @@ class Observer:
             roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             self.backwards += 1
             self.depth = 0
+            self.lines_of_backward = tuple(script_lines(inspect.currentframe(), exact=True))
             for tracked in self.optimizers.values():
                 for number in tracked.hooked:
                     self._read_first(tracked, number)
             self.loss = read_loss(roots)
             self.state = self._digest_state()
-            if self.recorder.records or self.backwards > 1:
+            if self.recorder.operations or self.backwards > 1:
                 self._probe(self.loss)
-            self.outputs.clear()
             self.recorder.clear()
             can_record = self._wants_probe() and not is_compiled(roots)
             self.in_backward = True
@@ -265,15 +282,24 @@ class Observer:
         return backward
 
     def _wants_probe(self) -> bool:
-        done = sum(probe.untested is None for probe in self.probes)
-        return done < PROBED_MICRO_STEPS and len(self.probes) < MOST_PROBES
+        """Return whether a line with a backward pass needs further replays."""
+        return any(map(self._needs_probe, self.probes)) if self.probes else True
+
+    def _needs_probe(self, lines: tuple[str, ...]) -> bool:
+        probes = self.probes.get(lines, [])
+        done = sum(probe.untested is None for probe in probes if probe.backward > 1)
+        return done < PROBED_MICRO_STEPS and len(probes) < MOST_PROBES
 
     def _probe(self, loss: LossGraph) -> None:
         """Test by the recorded micro-step whether its samples influence one another."""
-        if not self._wants_probe() or loss.node is None or loss.reason is not None:
+        lines = self.lines_of_backward
+        if lines not in self.probes and len(self.probes) >= MOST_PROBED_LINES:
+            return
+        probes = self.probes.setdefault(lines, [])
+        if not self._needs_probe(lines) or loss.node is None or loss.reason is not None:
             return
         probe = Probe(self.backwards)
-        self.probes.append(probe)
+        probes.append(probe)
         reductions = find_reductions(self.recorder, loss.nodes)
         if reductions is None:
             probe.untested = self.recorder.failure or "the loss's computation was not recorded"
@@ -289,10 +315,14 @@ class Observer:
         state |= {id(t) for p in trained for t in (p, p.grad) if t is not None}
         rows = [len(f["rows"]) for f in self.forwards if f["before"] == self.backwards]
         replay = Replay(self.recorder, reductions, state, max(rows, default=0) or None)
-        for forward, tensors in self.outputs:
-            if forward["before"] == self.backwards:
+        for forward, tensors in self.outputs:  # also of those before earlier backward passes
+            if not forward["data"]:
                 forward["data"] = replay.is_data(tensors)
         probe.mixed, probe.untested = compare_samples(replay)
+        if probe.untested == UNCHANGED and replay.usual_rows() != replay.rows:
+            # The model sees several rows of each sample, as two views.
+            replay = Replay(self.recorder, reductions, state, None)
+            probe.mixed, probe.untested = compare_samples(replay)
         probe.constants, probe.free = replay.constants(), sorted(replay.free)
 
     def _digest_state(self) -> dict[str, str]:
@@ -328,11 +358,11 @@ class Observer:
         tracked.closure_calls = 0
 
         def watched() -> Any:
+            if tracked.closure_calls:  # each gradient that the optimizer asks for is judged
+                self._end_window(tracked)
             self.recorder.clear()  # what the optimizer computed is no part of a micro-step
             result = closure()
             tracked.closure_calls += 1
-            if tracked.closure_calls > 1:
-                _note(tracked.window.reasons, "the optimizer calls its closure several times")
             self._sample_applied(tracked)
             return result
 
@@ -367,6 +397,15 @@ class Observer:
         tracked = self.optimizers.get(id(optimizer))
         if tracked is None or not self.is_active:
             return
+        self._end_window(tracked)
+        stepped = [one.updates for one in self.optimizers.values() if one.updates]
+        wanted = self.updates or UPDATES_BY_DEFAULT
+        if self.ends_process and (min(stepped) >= wanted or max(stepped) > wanted):
+            self.finish("as many updates as were asked for")
+            self._leave()
+
+    def _end_window(self, tracked: TrackedOptimizer) -> None:
+        """Write down an update, or one of several gradients that an update is made of."""
         window = tracked.window
         weights = tracked.sample(tracked.parameters)
         columns = [*window.columns, self.applied]
@@ -381,16 +420,17 @@ class Observer:
             update=tracked.updates, optimizer=tracked.index, offset=offset, values=tracked.values,
             micro_steps=steps, clips=window.clips, clipped=window.before_clip is not None,
             schedules=window.schedules, scale=window.scale, reasons=window.reasons,
-            weights_sha256=hashlib.sha256(weights.tobytes()).hexdigest(),
-            forwards=self.forwards, collectives=self.collectives,
-            horizons=sorted(tracked.horizons), wrapped=self.is_wrapped,
+            weights_sha256=hashlib.sha256(weights.tobytes()).hexdigest(), at=self.backwards,
+            forwards=window.forwards, collectives=window.collectives,
+            horizons=sorted(tracked.horizons), wrapped=bool(self.wrapped),
             gradient_bytes=sum(p.numel() * p.element_size() for p in tracked.parameters),
             dtypes=sorted({str(p.dtype) for p in tracked.parameters}),
             grouped=dist.is_available() and dist.is_initialized(),
         )  # fmt: skip
         tracked.window = ObservedWindow()
         tracked.updates += 1
-        self.forwards, self.collectives = [], []
+        self.forwards = []
+        self.outputs.clear()
         self.recorder.clear()
         if self.updates is None:  # up to the end of the first epoch, if that is near
             self.updates = UPDATES_BY_DEFAULT
@@ -398,15 +438,10 @@ class Observer:
                 epoch = -(-self.loaders[0]["length"] // len(steps))
                 if epoch <= MOST_UPDATES:
                     self.updates = max(UPDATES_BY_DEFAULT, epoch + 1)
-        stepped = [one.updates for one in self.optimizers.values() if one.updates]
-        if self.ends_process and (min(stepped) >= self.updates or max(stepped) > self.updates):
-            self.finish("as many updates as were asked for")
-            self._leave()
 
     def skip(self, tracked: TrackedOptimizer) -> None:
         """Forget a window whose update a loss scaler has skipped."""
         tracked.window = ObservedWindow()
-        self.forwards, self.collectives = [], []
         self._write(skipped=tracked.updates, optimizer=tracked.index)
 
     def unscaled(self, tracked: TrackedOptimizer, scale: float) -> None:
@@ -460,10 +495,14 @@ class Observer:
         with self.recorder.paused():
             state = torch.get_rng_state().numpy().tobytes()
         random = hashlib.sha256(state).hexdigest()[:16]
-        self.forwards.append({
-            "before": self.backwards + 1, "rows": [], "random": random, "used": False,
+        self.forward_count += 1
+        forward: dict[str, Any] = {
+            "number": self.forward_count, "before": self.backwards + 1, "rows": [],
+            "random": random, "used": False, "data": None,
             "lines": script_lines(inspect.currentframe()),
-        })  # fmt: skip
+        }  # fmt: skip
+        for forwards in (self.forwards, *(t.window.forwards for t in self.optimizers.values())):
+            forwards.append(forward)
         self._note_rows(inputs)
 
     def _note_rows(self, inputs: Iterable[Any]) -> None:
@@ -492,15 +531,13 @@ class Observer:
         if isinstance(module, DROPOUTS) and module.p > 0:
             self.layers["dropouts"] += 1
         found = [t for t in _tensors([output]) if t.requires_grad]
-        if (
-            self.depth == 0
-            and found
-            and self.forwards
-            and next(module.parameters(), None) is not None
-        ):
+        if self.depth == 0 and self.forwards and next(module.parameters(), None) is not None:
             forward = self.forwards[-1]
+            if not found:  # as without gradients, it is for something else
+                forward["frozen"] = True
             if self.recorder.records:
-                self.outputs.append((forward, found))
+                with self.recorder.paused():
+                    self.outputs.append((forward, [tensor.detach() for tensor in found]))
             for tensor in found:
                 if not tensor.is_leaf:
                     tensor.register_hook(lambda _, forward=forward: self._use(forward))
@@ -513,10 +550,12 @@ class Observer:
             return
         if isinstance(tensor, Tensor) and tensor.is_floating_point():
             self.events += 1
-            self.collectives.append({
+            event = {
                 "kind": kind, "bytes": tensor.numel() * tensor.element_size(),
                 "backward": self.backwards, "event": self.events,
-            })  # fmt: skip
+            }  # fmt: skip
+            for tracked in self.optimizers.values():
+                tracked.window.collectives.append(event)
 
     # ------------------------------------------------------------------
     # The end.
@@ -533,7 +572,8 @@ class Observer:
         self.recorder.stop()
         self._write(
             end=why, backwards=self.backwards, loaders=self.loaders,
-            probes=[probe.to_json() for probe in self.probes],
+            probes=[probe.to_json() for probes in self.probes.values() for probe in probes],
+            processes=self.processes,
             layers={**self.layers, "norms": sorted(self.layers["norms"])},
             environment={
                 "torch": torch.__version__, "python": sys.version.split()[0],
@@ -613,6 +653,8 @@ def install(observer: Observer) -> None:
         add_param_group(self, param_group)
         if observer.is_active:
             observer.add_parameters(self, self.param_groups[-1]["params"])
+            if not observer.backwards:
+                observer.recorder.start()  # the first micro-step may be the only one
 
     Optimizer.add_param_group = adding
     for name in ("clip_grad_norm_", "clip_grad_value_"):
@@ -711,6 +753,7 @@ def _install_loader(observer: Observer) -> None:
         iterator = iterate(self)
         if not observer.is_active:
             return iterator
+        observer.fetched += 1
         with contextlib.suppress(TypeError):
             observer.loaders.append(
                 {"loader": id(self), "length": len(self), "from": observer.backwards}
@@ -718,6 +761,16 @@ def _install_loader(observer: Observer) -> None:
         return iterator
 
     loader.__iter__ = iterating
+    # An iterator of a loader has no public class.
+    base: Any = vars(importlib.import_module("torch.utils.data.dataloader"))["_BaseDataLoaderIter"]
+    fetch = base.__next__
+
+    @functools.wraps(fetch)
+    def fetching(self: Any) -> Any:
+        observer.fetched += 1
+        return fetch(self)
+
+    base.__next__ = fetching
 
 
 def _install_collectives(observer: Observer) -> None:
@@ -732,7 +785,7 @@ def _install_collectives(observer: Observer) -> None:
     @functools.wraps(build)
     def building(self: Ddp, *args: Any, **kwargs: Any) -> None:
         build(self, *args, **kwargs)
-        observer.is_wrapped = True
+        observer.wrapped.append(self)
 
     def registering(self: Ddp, *args: Any, **kwargs: Any) -> None:
         self._audited = True  # type: ignore[assignment]
@@ -774,19 +827,49 @@ def start(rank: int) -> Observer:
     return observer
 
 
-def _refuse_own_ranks() -> None:
-    import torch.multiprocessing as mp
+def _replace_own_ranks(observer: Observer) -> None:
+    """Let this process be one of the ranks that the script would start, and count the others."""
+    mp: Any = importlib.import_module("torch.multiprocessing")
+    work = importlib.import_module("torch.utils.data._utils.worker")
+    loaders_worker = vars(work)["_worker_loop"]
+    ranks, local = (int(os.environ.get(n, "1")) for n in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
 
     def refuse(*_: Any, **__: Any) -> None:
-        raise SystemExit(OWN_RANKS)
+        raise SystemExit(
+            f"{OWN_RANKS}: let audit start them (they have torchrun's variables), as in "
+            "audit cluster.ranks_per_node=2 -- train.py"
+        )
 
-    mp.spawn = mp.start_processes = refuse  # type: ignore[assignment]
+    def spawn(
+        fn: Callable[..., Any], args: Any = (), nprocs: int = 1, join: bool = True, **_: Any
+    ) -> None:
+        if not join or ranks != local:
+            refuse()
+        if nprocs != ranks:
+            raise SystemExit(
+                f"{OWN_RANKS}, {nprocs} of them, and the audit {ranks}: "
+                f"audit cluster.ranks_per_node={max(nprocs, 1)} -- train.py"
+                + ("" if os.environ.get(FAKE_CUDA) else " (--fake-cuda shows as many GPUs)")
+            )
+        fn(int(os.environ.get("LOCAL_RANK", "0")), *args)
+
+    mp.start_processes = refuse
+    mp.spawn = spawn
+    start = BaseProcess.start
+
+    @functools.wraps(start)
+    def starting(self: Any) -> None:
+        if observer.is_active and getattr(self, "_target", None) is not loaders_worker:
+            observer.processes += 1
+        start(self)
+
+    BaseProcess.start = starting
 
 
 def main(argv: list[str]) -> None:
     """Run a script (or, after -m, a module) as `python` would, observed."""
     observer = start(int(os.environ.get("RANK", "0")))
-    _refuse_own_ranks()
+    _replace_own_ranks(observer)
     why = "the script returned"
     try:
         if argv[0] == "-m":
@@ -798,8 +881,8 @@ def main(argv: list[str]) -> None:
             sys.path.insert(0, str(Path(argv[0]).resolve().parent))
             runpy.run_path(argv[0], run_name="__main__")
     except SystemExit as error:
-        if error.code == OWN_RANKS:
-            why = OWN_RANKS
+        if str(error.code).startswith(OWN_RANKS):
+            why = str(error.code)
             raise SystemExit(0) from None
         if error.code not in (None, 0):
             why = f"the script exited with {error.code}"

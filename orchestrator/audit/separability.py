@@ -53,6 +53,9 @@ _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", 
 _OWN = str(Path(__file__).parent)
 
 
+UNCHANGED = "replaced samples do not change the loss"
+
+
 class UntestableError(Exception):
     """A micro-step cannot be replayed; the message says why."""
 
@@ -118,13 +121,18 @@ def _results(values: Any, count: int) -> list[Tensor | None]:
     return leaves if len(leaves) == count else [*_flat(values)]
 
 
-def script_lines(frame: FrameType | None) -> list[str]:
-    """Return the script's lines that a frame belongs to, the innermost first."""
+def script_lines(frame: FrameType | None, *, exact: bool = False) -> list[str]:
+    """Return the script's lines that a frame belongs to, the innermost first.
+
+    Args:
+        exact: after `#`, with the instruction: a line may have several calls.
+    """
     lines: list[str] = []
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith((*_LIBRARIES, _OWN, "<frozen")):
-            lines.append(f"{Path(file).name}:{frame.f_lineno}")
+            line = f"{Path(file).name}:{frame.f_lineno}"
+            lines.append(f"{line}#{frame.f_lasti}" if exact else line)
         frame = frame.f_back
     return lines
 
@@ -294,7 +302,7 @@ class Replay:
         for op in self.operations:  # an operation in place returns what it was given
             self.produced |= {id(t) for t in op.outputs} - {id(t) for t in op.inputs}
         self.data = self._find_data()
-        self.rows = rows if rows is not None else self._usual_rows()
+        self.rows = rows if rows is not None else self.usual_rows()
         self.sources = self._find_sources()
         self.tainted = self._reached({_storage(t) for t in self.sources.values()})
         self.needed = self._need()
@@ -324,7 +332,7 @@ class Replay:
                 data.update((id(t), t) for t in op.outputs)
         return data
 
-    def _usual_rows(self) -> int:
+    def usual_rows(self) -> int:
         """Return the length of the data's first dimension where computation begins."""
         lengths: Counter[int] = Counter()
         for op in (*self.operations, self.reduction):
@@ -549,7 +557,7 @@ def _mixed(replay: Replay, count: int) -> str | None:
                 changed.add(term)
             owner[own] = sample
     if len(reached) < 2:
-        raise UntestableError("replaced samples do not change the loss")
+        raise UntestableError(UNCHANGED)
     replay.free = {*range(len(replay.reductions))} - changed
     return None
 

@@ -241,16 +241,20 @@ def _judge(
         made.reason = failed or "the script did not start on all ranks"
         return
     traces = [read_trace(traces_in, rank) for rank in range(made.ranks)]
-    if any(trace.end.get("end") == OWN_RANKS for trace in traces):
-        made.reason = (
-            f"{OWN_RANKS}: let audit start them (they have torchrun's variables), as in "
-            "audit cluster.ranks_per_node=2 -- train.py"
-        )
+    ends = [str(trace.end.get("end")) for trace in traces]
+    if refused := next((end for end in ends if end.startswith(OWN_RANKS)), None):
+        made.reason = refused
         return
     if not any(trace.windows for trace in traces):
         backwards = max(int(trace.end.get("backwards", 0)) for trace in traces)
-        made.reason = failed or f"the script made {backwards} backward passes, and no update"
+        text = f"the script made {backwards} backward passes, and no update by an optimizer"
+        if started := max(int(trace.end.get("processes", 0)) for trace in traces):
+            text += f"; it started processes of its own ({started}), which are not observed"
+        made.reason = failed or text
         made.log = made.log or list(log)
+        names_gpus = any(name in line.lower() for line in made.log for name in ("cuda", "gpu"))
+        if names_gpus and not os.environ.get(FAKE_CUDA):
+            made.reason += "; --fake-cuda lets scripts for GPUs run on CPUs"
         return
     grouped = any(w.record["grouped"] for trace in traces for w in trace.windows.values())
     if made.ranks > 1 and not stated_ranks and not grouped:

@@ -199,14 +199,16 @@ def program_overrides(argv: Sequence[str], before: Sequence[str] = ()) -> tuple[
     ('job=program', "job.command=['train.py','--lr','it\\'s']")
     """
     check_overrides(before)
+    given = without_python(argv)
+    if not given:
+        raise ConfigError(
+            "after -- comes the program to run, as in -- train.py --lr 0.1; launch starts a job"
+        )
     for override in before:
         if key_of(override) == "job.command" or (
             key_of(override) == "job" and override.partition("=")[2] != "program"
         ):
             raise ConfigError(f"{override} says what to run, and so does -- …; leave one out")
-    given = without_python(argv)
-    if not given:
-        raise ConfigError("after -- comes the program to run, as in -- train.py --lr 0.1")
     return "job=program", f"job.command=[{','.join(map(literally, given))}]"
 
 

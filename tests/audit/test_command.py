@@ -248,6 +248,31 @@ def test_a_script_for_any_accelerator_runs_on_cpus_or_says_why_not(tmp_path):
     done = verb("audit", "cluster.ranks_per_node=2", "--", "train.py", cwd=tmp_path)
     assert done.returncode == 4
     assert "unable to locate sufficient gpus" in done.stdout
+    assert "--fake-cuda lets scripts for GPUs run" in " ".join(done.stdout.split())
+
+
+SPAWNED = """\
+import os, torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+def train(rank, size):
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    torch.manual_seed(rank)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    nn.functional.mse_loss(model(torch.randn(4, 3)), torch.randn(4, 2)).backward()
+    optimizer.step()  # once, as tutorials do
+    dist.destroy_process_group()
+if __name__ == "__main__":
+    mp.spawn(train, args=(2,), nprocs=2, join=True)
+"""
+
+
+def test_ranks_that_a_script_would_spawn_are_those_of_the_audit(tmp_path):
+    (tmp_path / "train.py").write_text(SPAWNED)
+    done, [made] = audit("--", "train.py", cwd=tmp_path)
+    assert (done.returncode, made["state"], made["ranks"]) == (0, "right", 2), made
 
 
 @pytest.mark.parametrize("mode", ["skip", "noscale"])
@@ -301,8 +326,16 @@ def test_a_job_class_is_right_and_its_clipping_is_seen():
         ("raise ValueError('no such data')", "ValueError: no such data"),
         ("import torch\n(torch.ones(2, requires_grad=True).sum()).backward()", "and no update"),
         (
-            "import torch.multiprocessing as mp\nmp.spawn(print, nprocs=2)",
-            "starts its ranks by itself",
+            "import torch.multiprocessing as mp\nmp.spawn(print, nprocs=3)",
+            "audit cluster.ranks_per_node=3 -- train.py",
+        ),
+        (
+            "import torch.multiprocessing as mp\nmp.spawn(print, nprocs=1, join=False)",
+            "starts its ranks by itself: let audit start them",
+        ),
+        (
+            "import multiprocessing as mp\nmp.get_context('fork').Process(target=print).start()",
+            "it started processes of its own (1)",
         ),
     ],
 )

@@ -11,7 +11,7 @@ from orchestrator.audit.loss_graph import read_loss
 from orchestrator.audit.separability import Recorder, Replay, compare_samples, find_reductions
 from orchestrator.cli.audit import Audit
 from tests import warm
-from tests.audit import drawn, loop
+from tests.audit import drawn, kinds, loop
 from tests.audit.observed import NAMES
 
 NEED_RANKS = {
@@ -40,6 +40,16 @@ def test_each_fault_is_named_and_no_other_and_right_loops_are_right_in_every_row
         else:
             state = SLOW if name == "reduced-each-micro-step" else WRONG
             assert (made.state, made.judgement.faults) == (state, [loop.ALSO.get(name, name)])
+
+
+def test_loops_of_everyday_kinds_get_their_verdict_and_no_false_one(tmp_path):
+    warm.ranks("tests.audit.kinds", 1, tmp_path)
+    states, findings = {}, {}
+    for name in kinds.LOOPS:
+        made = Audit(1, judgement=judge([read_trace(tmp_path / name, 0)]))
+        states[name], findings[name] = made.state, made.judgement.findings
+    for name, (_, state) in kinds.LOOPS.items():
+        assert states[name] == state, (name, [f for f in findings[name] if f.state != RIGHT])
 
 
 # ------------------------------------------------------------------ The graph of a loss

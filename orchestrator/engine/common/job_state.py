@@ -9,6 +9,7 @@ change from one update to the next.
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 import types
 from collections import deque
@@ -172,7 +173,7 @@ class JobState:
     def _values(self) -> dict[str, tuple[Any, Any]]:
         """Return each value with what tells whether it has changed, by name."""
         found: dict[str, tuple[Any, Any]] = {}
-        for name, value in getattr(self._job, "__dict__", {}).items():
+        for name, value in (*self._of_class(), *getattr(self._job, "__dict__", {}).items()):
             if name.startswith("_orchestrator_"):
                 continue
             seen = self._fingerprint(value)
@@ -183,6 +184,13 @@ class JobState:
                     if (seen := self._fingerprint(one)) is not _UNKNOWN:
                         found[f"{name}.{inner}"] = one, seen
         return found
+
+    def _of_class(self) -> Generator[tuple[str, Any]]:
+        """Yield attributes of the job's own classes, which a counter may be kept on as well."""
+        package = type(self._job).__module__.partition(".")[0]
+        for owner in reversed(type(self._job).__mro__):
+            if owner.__module__.partition(".")[0] == package:
+                yield from ((n, v) for n, v in vars(owner).items() if not n.startswith("__"))
 
     def _is_own_object(self, value: Any) -> bool:
         """Return whether a value's attributes may be the job's state: it is of a class of the job's
@@ -207,6 +215,10 @@ class JobState:
             return value.getstate()
         if isinstance(value, np.random.Generator):
             return repr(value.bit_generator.state)
+        if isinstance(value, np.random.RandomState):
+            return repr(value.get_state(legacy=False))
+        if isinstance(value, itertools.count):
+            return repr(value)
         if depth < 3 and isinstance(value, (list, tuple, set, frozenset, dict, deque)):
             return type(value), len(value), tuple(self._entries(value, depth))
         return _UNKNOWN
@@ -214,6 +226,8 @@ class JobState:
     def _entries(self, values: Any, depth: int) -> Generator[Any]:
         if len(values) > MOST_ENTRIES:
             return
-        for value in values.items() if isinstance(values, Mapping) else values:
+        # Not the pairs of a dictionary, which are new ones each time.
+        entries = (*values, *values.values()) if isinstance(values, Mapping) else values
+        for value in entries:
             seen = self._fingerprint(value, depth + 1)
             yield id(value) if seen is _UNKNOWN else seen

@@ -59,6 +59,7 @@ from orchestrator.engine.torch.model import (
     kept_random_state,
     modes_of,
     moved,
+    numbers_of,
     seed_everything,
     with_norms,
 )
@@ -175,6 +176,7 @@ class TorchEngine(Engine):
         # Each rank may leave a window, and be the one that saves what was before it.
         self._restores_forward = settings.survive or bool(self._buffers)
         self._is_first = True  # this process has not ended a window yet
+        self._numbers_warned = False
         self._probed = self._is_sum = False
         self._warnings = norms + machine_warning(self.gather, settings.reduction)
 
@@ -309,12 +311,28 @@ class TorchEngine(Engine):
             self._warn_of_changes()
         self.accumulator.learning_rate.keep()  # some optimizers change it themselves
         if report.applied:
-            with torch.no_grad():
-                if after_update := getattr(self._job, "after_update", None):
-                    after_update(self.model, report.update)
+            if after_update := getattr(self._job, "after_update", None):
+                self._update_job(after_update, report.update)
             self.accumulator.learning_rate.check(f"in after_update of update {report.update}")
         self._window = None
         return report
+
+    def _update_job(self, after_update: Callable[[Module, int], None], update: int) -> None:
+        """Call the job after an update, and warn once of numbers that it changes in modules."""
+        is_own = getattr(type(self._job), "after_update", None) is not Job.after_update
+        before = numbers_of(self.model) if is_own and not self._numbers_warned else None
+        with torch.no_grad():
+            after_update(self.model, update)
+        if before is None:
+            return
+        now = numbers_of(self.model)
+        if changed := [name for name, number in before.items() if now.get(name, number) != number]:
+            self._numbers_warned = True
+            warn(
+                f"after_update() changed {first_few(changed, 3)} of the model, but checkpoints do "
+                "not hold such numbers: after a restart they begin anew. Set them in loss(), from "
+                "current_run.update, or use a buffer"
+            )
 
     def _warn_of_changes(self) -> None:
         """Warn of layers whose forward changed their buffers in this process's first window."""

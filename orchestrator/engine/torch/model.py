@@ -218,6 +218,16 @@ def modes_of(model: Module) -> ModelModes:
     return ModelModes({"requires_grad": parameters, "training": modules})
 
 
+def numbers_of(model: Module) -> dict[str, float]:
+    """Return the numbers that modules have as attributes, such as a dropout's `p`, by name."""
+    return {
+        f"{path}.{name}" if path else name: value
+        for path, layer in model.named_modules()
+        for name, value in vars(layer).items()
+        if isinstance(value, int | float) and name != "training" and not name.startswith("_")
+    }
+
+
 def job_state_of(job: Any, model: Module, optimizer: Optimizer) -> JobState:
     """Return the state that a job of torch keeps on itself, besides its model and optimizer."""
     in_checkpoints = {id(part) for part in (optimizer, *model.modules(), *model.parameters())}

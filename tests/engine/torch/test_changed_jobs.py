@@ -1,8 +1,10 @@
 """What a job changes while it trains: which parameters train, modes of modules, its own state."""
 
+import itertools
 import json
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -157,12 +159,16 @@ def test_an_optimizer_with_plain_numbers_in_its_state_is_saved_and_survives(tmp_
 class Counting(Curve):
     """Keeps state of many kinds on itself."""
 
+    made = 0
+
     def __init__(self, kind):
         super().__init__(dropout=0.0)
         self.kind, self.calls, self.seen = kind, 0, [0.0]
         self.draws, self.center, self.lazy = random.Random(0), torch.zeros(2), None
         self.teacher = nn.Linear(2, 2)
         self.schedule = Schedule()
+        self.count, self.numpy_draws = itertools.count(), np.random.RandomState(0)
+        self.nested = {"weights": {"first": {"least": [0.0]}}}  # unchanged
 
     def model(self):
         self.net = super().model()  # the model itself is in the checkpoint
@@ -179,6 +185,12 @@ class Counting(Curve):
             self.calls += 1
         if self.kind == "draws":
             self.draws.random()
+        if self.kind == "numpy_draws":
+            self.numpy_draws.rand()
+        if self.kind == "count":
+            next(self.count)
+        if self.kind == "made":
+            Counting.made += 1
         return super().loss(model, batch)
 
     def after_update(self, model, update):
@@ -190,6 +202,8 @@ class Counting(Curve):
             self.teacher.weight.lerp_(torch.ones(2, 2), 0.1)
         if self.kind == "schedule.beta":
             self.schedule.beta = update
+        if self.kind == "dropout":
+            next(layer for layer in model.modules() if isinstance(layer, nn.Dropout)).p = 0.5
 
 
 class Schedule:
@@ -202,12 +216,23 @@ def _train(job):
     run(engine, [window_of(assign([SAMPLES], steps=2), 0, update) for update in range(4)])
 
 
-@pytest.mark.parametrize("kind", ["calls", "draws", "seen", "center", "teacher", "schedule.beta"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "calls", "draws", "seen", "center", "teacher", "schedule.beta", "numpy_draws", "count",
+        "made",
+    ],
+)  # fmt: skip
 def test_state_on_the_job_that_changes_is_warned_of_by_name(kind):
     with pytest.warns(
         UserWarning, match=rf"^Counting\.{kind} changed during training.*current_run"
     ):
         _train(Counting(kind))
+
+
+def test_numbers_that_a_job_changes_in_its_model_are_warned_of_by_name():
+    with pytest.warns(UserWarning, match=r"after_update\(\) changed .*p of the model.*begin anew"):
+        _train(Counting("dropout"))
 
 
 def test_a_job_that_only_trains_is_not_warned_of():
