@@ -65,6 +65,24 @@ def test_killed_at_an_evaluation_and_resumed_it_finds_the_same(tmp_path, update)
     assert [line["update"] for line in evaluations] == list(range(1, 14, 2))
 
 
+@pytest.mark.parametrize(("rank", "update"), [(1, 8), (0, 9)])
+def test_survivors_find_the_same(tmp_path, rank, update):
+    """Lost in the window after an evaluation: by another rank, and by the one that judges."""
+    run, hold = tmp_path / "run", Hold(tmp_path / "hold").hold_before(update)
+    process = begin(
+        *COMMON, "cluster.nodes=3", "cluster.ranks_per_node=1", "run.survive=true",
+        f"run.dir={run}", hold.override,
+    )  # fmt: skip
+    hold.wait_until_held(update, (0, 1, 2))
+    os.kill(rank_pid(run, rank), signal.SIGKILL)
+    hold.release()
+    await_exit(process, 0, timeout=90)
+    found = result(run)
+    assert len(found["survived"]) == 1
+    assert (found["updates"], found["best"]["updates"]) == (14, 8)
+    assert [path.name for path in (run / "best").iterdir()] == ["update-000000008"]
+
+
 def test_more_patience_trains_on_and_the_smallest_may_be_the_best(tmp_path):
     run = tmp_path / "run"
     call(*COMMON, "cluster.ranks_per_node=1", "train.updates=16", f"run.dir={run}", code=0)
