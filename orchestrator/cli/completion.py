@@ -35,7 +35,7 @@ def typed_words(environment: Mapping[str, str]) -> list[str]:
 def complete_override(args: Sequence[str], incomplete: str) -> list[str]:
     """Return the overrides that a word may become.
 
-    >>> complete_override([], "train.prec")
+    >>> complete_override([], "train.precision")
     ['train.precision=float32', 'train.precision=bfloat16', 'train.precision=float16', \
 'train.precision=float64']
     >>> complete_override([], "+cluster=slurm_d")
