@@ -282,7 +282,8 @@ def status(
     elif found:
         tables.print_status(found, console, Path.cwd(), shown)
     elif tag is not None:
-        say(console, f"no run has the tag {tag}")
+        places = ", ".join(map(str, paths)) or "runs/"
+        say(console, f"no run has the tag {tag} in {places}")
     elif not paths:
         say(console, "there are no runs in runs/")
     if search is not None:

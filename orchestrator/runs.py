@@ -15,6 +15,7 @@ import math
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
@@ -31,6 +32,7 @@ from orchestrator.config.changes import flat
 from orchestrator.config.command_line import overrides_of, read_command_line
 from orchestrator.config.program import is_program
 from orchestrator.config.reading import with_run_folder
+from orchestrator.config.rules import SMALL_IS_GOOD
 from orchestrator.engine.api import Framework
 from orchestrator.errors import (
     EXIT_FAILED,
@@ -42,6 +44,7 @@ from orchestrator.errors import (
     UsageError,
     did_you_mean,
     require_cwd,
+    shortened,
 )
 from orchestrator.plugins import FRAMEWORKS
 from orchestrator.report.page import write_report
@@ -63,12 +66,13 @@ from orchestrator.rundir.outcome import describe_culprit
 from orchestrator.rundir.status import OVER, UNREADABLE, RunStatus, find_runs, kind_of
 
 POLL_S = 0.2
-LEAVE_S = 10.0  # given to a command that has withdrawn its run to say why
+LEAVE_S = 10.0  # given to a command whose run has ended, or is withdrawn, to say why
 EXIT_OF_STATE = {
     "finished": EXIT_FINISHED, "pruned": EXIT_FINISHED, "stopped": EXIT_STOPPED,
     "cancelled": EXIT_STOPPED,
 }  # fmt: skip
 """Of `orchestrator wait`; of any other state it is 1."""
+FORMS = ("safetensors", "torch", "dcp")  # of `Run.export`
 Value = TypeVar("Value")
 
 
@@ -136,7 +140,10 @@ def open_run(folder: str | os.PathLike[str]) -> Run:
     """
     run = RunDir(_absolute(folder))
     if find_runs(run.path) not in ([], [run.path]):
-        raise RunFolderError(f"{run.path} is a sweep's folder; open_sweep() returns it")
+        raise RunFolderError(
+            f"{run.path} holds several runs: open_sweep() returns a sweep, list_runs() returns all "
+            "runs in a folder"
+        )
     return Run(run.existing().path)
 
 
@@ -173,10 +180,18 @@ def _words(
     words: Sequence[str | type], job: Mapping[str, Any] | None, overrides: Sequence[str]
 ) -> list[str]:
     """Return what was given as words of the command line. Raises `ConfigError`."""
+    if isinstance(overrides, str):
+        raise ConfigError(f"overrides={overrides!r} is a text; a list is needed: [{overrides!r}]")
     made: list[str] = []
     for word in words:
         if isinstance(word, str):
             made.append(word)
+        elif isinstance(word, list | tuple | Mapping | os.PathLike):
+            raise ConfigError(
+                f"a word is a text, as in start(Line, 'train.updates=20'), but this is a "
+                f"{type(word).__name__}: {shortened(repr(word))}; a list of words is given as "
+                "overrides=[…], the constructor's arguments as job={…}"
+            )
         else:
             made.append(f"job._target_={_name_of(word)}")
     made += [] if job is None else overrides_of("job", job)
@@ -348,7 +363,8 @@ class Run:
                 raise RunFolderError(status.reason or f"{self.folder} cannot be read")
             if status.state in OVER and not is_locked(RunDir(self.folder)):
                 if self._launcher is not None:
-                    self._launcher.raise_error()
+                    # It releases the run before it says why it ends.
+                    self._launcher.raise_error(LEAVE_S)
                 return self.state
             left_s = deadline - time.monotonic()
             if left_s <= 0:
@@ -381,7 +397,7 @@ class Run:
     def resume(self, *words: str, changed: bool = False) -> Run:
         """Go on from the newest sound checkpoint, to the same bits, and return this run.
 
-        A run that has finished stays as it is.
+        A run that has finished stays as it is, with a warning that says so.
 
         Args:
             words: KEY=VALUE: more updates, other nodes, another cluster.
@@ -390,11 +406,7 @@ class Run:
         Raises:
             OrchestratorError: as `orchestrator resume` would say; nothing was started then.
         """
-        arguments = [*words, *(["--changed"] if changed else [])]
-        _, launcher = launch(
-            ["orchestrator", "resume", str(self._existing().path), *arguments], "resume()"
-        )
-        self._launcher = launcher
+        self._launcher = _resume(self._existing().path, words, changed=changed)
         return self
 
     def logs(self, rank: int | None = None, *, lines: int | None = None) -> str:
@@ -449,7 +461,7 @@ class Run:
         Raises:
             UsageError: no row has this figure, or none that is finite.
         """
-        sign, name = (-1, figure[1:]) if figure.startswith("-") else (1, figure)
+        sign, name = _direction(figure)
         metrics = self.metrics
         rows = [row for row in metrics if _is_finite(row.get(name))]
         if not rows:
@@ -516,19 +528,23 @@ class Run:
             best: see `state_dict`.
 
         Raises:
-            UsageError: the output exists.
+            UsageError: the output exists, its folder does not, or there is no such form.
             RunFolderError: no checkpoint was written, or it is damaged.
         """
+        if form not in FORMS:
+            raise UsageError(f"there is no form {form!r}{did_you_mean(form, FORMS)}")
         framework, run = self._framework(), RunDir(self.folder)
 
         def write(saved: Checkpoint) -> tuple[Path, int]:
             name = f"{saved.folder.name}.{'pt' if form == 'torch' else form}"
             to = run.path / "export" / name if output is None else _absolute(output)
             if os.path.lexists(to):
-                raise UsageError(f"{to} is there already; name another one: --output")
+                raise UsageError(f"{to} exists already; name another output")
             if output is None:
                 with contextlib.suppress(FileExistsError):
                     make_folder(to.parent)
+            elif not to.parent.is_dir():
+                raise UsageError(f"there is no folder {to.parent} to write {to.name} to")
             partial = to.with_name(f".partial-{to.name}")
             try:
                 framework.export(saved.folder, saved.extra, form, partial)
@@ -562,6 +578,15 @@ class Run:
             return read(load(kept_checkpoint(run, BEST), run.identity))
         except RunFolderError as error:
             raise RunFolderError(f"{run.path}: {error}") from error
+
+
+def _resume(folder: Path, words: Sequence[str], *, changed: bool) -> Launcher:
+    """Run `orchestrator resume`, for a caller's caller; warn where nothing is left to do."""
+    arguments = [*words, *(["--changed"] if changed else [])]
+    begun, launcher = launch(["orchestrator", "resume", str(folder), *arguments], "resume()")
+    if begun is None:
+        warnings.warn(launcher.text_printed().strip(), stacklevel=3)
+    return launcher
 
 
 def wait_for(runs: Sequence[Run], timeout_s: float | None = None) -> int:
@@ -608,6 +633,14 @@ def weights_file(path: Path) -> Path:
     if path.is_file():
         return path
     return read_newest(RunDir(path.absolute()), lambda saved: weights_of(saved.folder))
+
+
+def _direction(figure: str) -> tuple[int, str]:
+    """Return 1 if the largest is best and -1 if the smallest is, and the figure's name."""
+    if figure in SMALL_IS_GOOD:
+        warnings.warn(f"best({figure!r}) is the largest; the smallest: best('-{figure}')",
+                      stacklevel=3)  # fmt: skip
+    return (-1, figure[1:]) if figure.startswith("-") else (1, figure)
 
 
 def _is_finite(value: Any) -> bool:
@@ -676,7 +709,7 @@ class Sweep:
             state, interval_s = self._state()
             if state != "running":
                 if self._launcher is not None:
-                    self._launcher.raise_error()
+                    self._launcher.raise_error(LEAVE_S)
                 return state
             left_s = deadline - time.monotonic()
             if left_s <= 0:
@@ -689,9 +722,7 @@ class Sweep:
 
     def resume(self, *words: str, changed: bool = False) -> Sweep:
         """Go on with the points that are not finished; see `Run.resume`."""
-        arguments = [*words, *(["--changed"] if changed else [])]
-        _, launcher = launch(["orchestrator", "resume", str(self.folder), *arguments], "resume()")
-        self._launcher = launcher
+        self._launcher = _resume(self.folder, words, changed=changed)
         return self
 
     @property
@@ -727,7 +758,7 @@ class Sweep:
         Raises:
             UsageError: no run has this figure, or none that is finite.
         """
-        sign, name = (-1, figure[1:]) if figure.startswith("-") else (1, figure)
+        sign, name = _direction(figure)
         table = self.table
         rows = [row for row in table if _is_finite(row.get(name))]
         if not rows:

@@ -27,6 +27,10 @@ from orchestrator.report.caller import CALLER_VARIABLE, ERROR, FOLDER, MESSAGE
 from orchestrator.snapshot import is_in_interpreter
 
 POLL_S = 0.2
+TERMINAL_VARIABLES = ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE")
+"""A notebook's kernel sets them for its own output. The command writes to a file, whose lines are
+read: colours and breaks would hide its warnings.
+"""
 
 
 class Launcher:
@@ -41,6 +45,8 @@ class Launcher:
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115  # until it has a folder
         weakref.finalize(self, self._printed.close)
         environment = {**os.environ, CALLER_VARIABLE: str(its_end)}
+        for name in TERMINAL_VARIABLES:
+            environment.pop(name, None)
         environment["PYTHONPATH"] = os.pathsep.join(_own_paths())
         try:
             self._process = subprocess.Popen(  # our own command
@@ -59,16 +65,19 @@ class Launcher:
         Raises:
             OrchestratorError: what the command refused.
         """
+        readable = select.poll()  # select() takes no descriptor above 1023
+        readable.register(self._read, select.POLLIN)
         try:
             while True:
                 ended = self._process.poll() is not None  # before the pipe is read
                 if (message := self._next()) is not None:
                     self._raise(message)
                     self._warn()
+                    self._printed.close()  # it writes to the run's folder now
                     return Path(message[FOLDER])
                 if ended:
                     break
-                select.select([self._read], [], [], POLL_S)
+                readable.poll(1000 * POLL_S)
         except KeyboardInterrupt:
             self._process.send_signal(signal.SIGINT)
             self._process.wait()
@@ -78,7 +87,7 @@ class Launcher:
             return None
         raise OrchestratorError(
             f"the command that starts runs {describe_status(self._process.returncode)}:\n"
-            f"{self._text_printed().strip() or 'it printed nothing'}"
+            f"{self.text_printed().strip() or 'it printed nothing'}"
         )
 
     def raise_error(self, wait_s: float = 0.0) -> None:
@@ -118,11 +127,12 @@ class Launcher:
 
     def _warn(self) -> None:
         """Warn of what the command has warned of."""
-        for line in self._text_printed().splitlines():
+        for line in self.text_printed().splitlines():
             if line.startswith("warning: "):
-                warnings.warn(line.removeprefix("warning: "), stacklevel=4)
+                warnings.warn(line.removeprefix("warning: "), stacklevel=5)  # start()'s caller
 
-    def _text_printed(self) -> str:
+    def text_printed(self) -> str:
+        """Return what the command has printed until it began, or in all if it did not begin."""
         size = os.fstat(self._printed.fileno()).st_size
         return os.pread(self._printed.fileno(), size, 0).decode(errors="replace")
 

@@ -324,6 +324,11 @@ def _best_figure(train: TrainConfig) -> Iterator[str]:
             f"train.keep_best={best} is no held-out figure, which are named {HELD_OUT}NAME; try "
             f"train.keep_best={'-' * best.startswith('-')}{HELD_OUT}{name.rpartition('.')[2]}"
         )
+    elif best in SMALL_IS_GOOD:
+        yield (
+            f"train.keep_best={best} would keep the checkpoint with the largest loss; the smallest "
+            f"is train.keep_best=-{best}"
+        )
 
 
 def _any_job(config: Config) -> Iterator[str]:

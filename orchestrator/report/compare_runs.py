@@ -74,7 +74,7 @@ def differing_settings(a: RunDir, b: RunDir) -> dict[str, list[Any]]:
 def print_runs(a: RunDir, b: RunDir, console: Console) -> None:
     """Print how two runs differ in settings and losses."""
     for key, values in differing_settings(a, b).items():
-        left, right = (shown(key, value) for value in values)
+        left, right = ("null" if value is None else shown(key, value) for value in values)
         say(console, f"{key}: {left} against {right}")
     curves = compare_curves(a, b)
     if curves.first is None:

@@ -55,6 +55,8 @@ def live_line(moment: Moment, console: Console) -> Text:
     loss, rate, left = map(Text, _figures(moment))
     values = (f"{harmless(k)} {format_number(v)}" for k, v in moment.evaluation.items())
     held_out = Text(", ".join(values).replace("\n", " "), style="green")
+    if held_out:
+        held_out = Text("held-out ", style="green").append_text(held_out)
     position, dots = Text(_position(moment), style="bold"), _dots(moment)
     parts = [part for part in (position, loss, held_out, rate, left, dots) if part.plain]
     width = console.width - 1 - (BAR_CELLS[0] + len(GAP) if moment.total else 0)

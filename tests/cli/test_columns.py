@@ -47,7 +47,9 @@ def test_runs_are_sorted_by_a_figure_and_columns_are_chosen(folder):
 def test_runs_are_found_by_tags_and_a_resume_changes_them(folder):
     assert names(folder, "--tag", "1e3")[0] == ["short"]
     assert names(folder, "--tag", "other")[0] == []
-    assert "no run has the tag other" in verb("status", "--tag", "other", cwd=folder).stdout
+    assert (
+        "no run has the tag other in runs/" in verb("status", "--tag", "other", cwd=folder).stdout
+    )
     verb("resume", "runs/none", "train.updates=5", "run.tags=[other]", cwd=folder, code=0)
     assert names(folder, "--tag", "other")[0] == ["none"]
     verb("resume", "runs/none", "train.updates=6", "run.tags=[]", cwd=folder, code=0)

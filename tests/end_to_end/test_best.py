@@ -108,6 +108,7 @@ def test_more_patience_trains_on_and_the_smallest_may_be_the_best(tmp_path):
         (["train.keep_best=null"], "train.patience=3 needs the figure that has to improve"),
         (["train.keep_best=accuracy"], "try train.keep_best=held_out.accuracy"),
         (["train.keep_best=-loss"], "try train.keep_best=-held_out.loss"),
+        (["train.keep_best=held_out.loss"], "the smallest is train.keep_best=-held_out.loss"),
         (["train.keep_best=held_out.hight"], "no 'hight'; did you mean 'height'?"),
         (
             [CURVE.replace("curve_job.Curve", "light_job.Light"), "accumulation.reduction=fast"],

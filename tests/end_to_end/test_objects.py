@@ -62,7 +62,10 @@ def test_a_run_from_its_class_to_its_weights(capfd):
 
     again = orchestrator.open_run(run.folder)
     assert again == run
-    assert again.resume().wait() == "finished"  # there is nothing to do
+    with pytest.warns(UserWarning, match="there is nothing to resume"):
+        assert again.resume().wait() == "finished"
+    with pytest.warns(UserWarning, match=r"the smallest: best\('-loss'\)"):
+        assert run.best("loss")["loss"] == max(run.metrics["loss"])
     assert again.resume("train.updates=15").wait(120) == "finished"
     assert again.result["updates"] == 15
     assert orchestrator.list_runs() == [run]
@@ -78,6 +81,14 @@ def test_the_model_and_its_weights():
     assert all((model.state_dict()[name] == tensor).all() for name, tensor in state.items())
     file, updates = run.export()
     assert (file.suffix, updates) == (".safetensors", 12)
+    for form, output, text in (
+        ("safetensors", None, "exists already"),
+        ("torhc", None, "did you mean 'torch'"),
+        ("torch", "nowhere/model.pt", "there is no folder"),
+    ):
+        with pytest.raises(UsageError, match=text):
+            run.export(form, output)
+    assert [*file.parent.iterdir()] == [file]
     assert run.report().read_text().startswith("<!doctype html>")
 
 
@@ -94,6 +105,17 @@ def test_what_the_command_refuses_is_raised_and_leaves_nothing():
     assert not Path("runs").exists() or not any(Path("runs").iterdir())
 
 
+def test_warnings_of_the_command_are_pythons_in_a_notebook_too(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as a kernel does
+    long = "schedule.warmup_updates=20"
+    with pytest.warns(UserWarning, match="20 is more than the 12 updates") as caught:
+        run = orchestrator.start(Light, overrides=[*SHORT, long])
+    [warning] = caught
+    assert warning.filename == __file__
+    assert str(warning.message) in run.plan["warnings"]  # whole, without colours
+    assert run.wait(120) == "finished"
+
+
 class Here(Job):
     """A job that no module of a name that ranks know defines at its top level."""
 
@@ -104,6 +126,10 @@ def test_classes_that_ranks_cannot_import_are_refused():
 
     with pytest.raises(ConfigError, match=r"start\(Light, job=\{…\}\)"):
         orchestrator.start(Light())
+    with pytest.raises(ConfigError, match=r"overrides=\[…\]"):
+        orchestrator.start(Light, [*SHORT])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match=r"a list is needed: \['train.updates=3'\]"):
+        orchestrator.start(Light, overrides="train.updates=3")
     with pytest.raises(ConfigError, match="at the top level of its module"):
         orchestrator.start(Local)
     with pytest.raises(ConfigError, match="made from"):
@@ -181,6 +207,8 @@ def test_folders_that_are_gone_or_other_things():
         orchestrator.open_sweep(moved)
     with pytest.raises(RunFolderError):
         orchestrator.open_run("runs/other")
+    with pytest.raises(RunFolderError, match=r"list_runs\(\)"):
+        orchestrator.open_run("runs")
     with pytest.raises(RunFolderError):
         orchestrator.list_runs("elsewhere")
 

@@ -114,7 +114,7 @@ def test_the_line_at_80_and_120_columns():
     assert narrow == (
         "update  50/100  ━━━━━━━━────────  loss 0.2500  1,250 samples/s  10 s left  ●●●○"
     )
-    assert "accuracy 0.9000" in wide
+    assert "loss 0.2500  held-out accuracy 0.9000" in wide
     assert len(wide) == 119
 
 
