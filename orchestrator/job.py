@@ -6,7 +6,7 @@ keys under `job:` in the configuration (all but `_target_`) are its constructor'
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -94,6 +94,15 @@ class Job:
         so that checkpoints hold them. No gradients are recorded, and no collective may be called.
         """
         del model, update
+
+    def callbacks(self) -> Sequence[Any]:
+        """Return callbacks of the training loop: a list of `orchestrator.callbacks.Callback`.
+
+        Called once on every rank, with the model and the data set built. The loop calls them on
+        every rank, after its own and in order. They must not change what the training computes
+        with, and must call no collective; an exception fails the run.
+        """
+        return []
 
     def optimizer(self, model: Any) -> Any | None:
         """Build an own optimizer, or return None for the one that the configuration names."""

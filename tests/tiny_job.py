@@ -8,6 +8,7 @@ from torch.utils.data import TensorDataset
 
 from orchestrator import Job, Loss
 from tests.acting_job import Acting
+from tests.callback_job import Journaled
 from tests.faulty_job import Faulty
 
 
@@ -75,6 +76,10 @@ class HeldOut(Tiny):
 
     def evaluate(self, model):
         return {"parameters": len(list(model.parameters()))}
+
+
+class JournaledHeldOut(Journaled, HeldOut):
+    """The same with callbacks that are written down."""
 
 
 class Sized(Tiny):

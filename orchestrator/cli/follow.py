@@ -37,6 +37,7 @@ from orchestrator.report.caller import tell_begun
 from orchestrator.report.progress import Progress
 from orchestrator.report.run_tables import print_closing
 from orchestrator.report.terminal import LogReader, command, outlive_reader, say
+from orchestrator.rundir.best import BestSoFar
 from orchestrator.rundir.files import read_json, write_atomically, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import Tail, read_metrics, read_progress
@@ -214,7 +215,12 @@ def watch(
     attempt, warnings = -1, NewWarnings(run.path)
     shows_output = output.verbose and is_program(run.read_config()["job"])
     log = LogReader(run.rank_log(0))
-    with Progress(plan, output.console, output.quiet, output.verbose) as progress:
+    best, keep_best = None, run.read_config()["train"].get("keep_best")
+    if keep_best is not None:
+        best = BestSoFar(keep_best)
+        for record in read_metrics(run.metrics).evaluations:  # `tail` may begin after them
+            best.add(record["update"] + 1, record["evaluation"])
+    with Progress(plan, output.console, output.quiet, output.verbose, best=best) as progress:
         while True:
             state = handle.poll(POLL_S)
             current = run.latest_attempt

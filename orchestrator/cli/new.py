@@ -56,6 +56,45 @@ class Spirals(Job):
         return TensorDataset(*spirals(1000, seed=1))
 '''
 
+AGENTS = """\
+# For coding agents
+
+The job is NAME/spirals.py, its settings are conf/. Run everything in this folder.
+
+```bash
+OURS="--config-dir conf --config-name main"
+python -m orchestrator plan $OURS                                  # start nothing, show all
+python -m orchestrator.launch $OURS train.updates=20 run.dir=runs/a -q  # returns at the end
+python -m orchestrator wait runs/a --timeout 600 --json            # returns at the end, too
+python -m orchestrator status runs --json                          # at any moment
+python -m orchestrator logs runs/a                                 # what rank 0 printed
+python -m orchestrator resume runs/a train.updates=30 -q           # train on
+```
+
+From Python a start does not wait, and the run outlives the process:
+
+```python
+import orchestrator
+
+words = ["--config-dir", "conf", "--config-name", "main", "train.updates=20"]
+run = orchestrator.start(*words, "run.dir=runs/b")
+run.wait(timeout_s=600)  # TimeoutError leaves the run alone
+print(run.state, run.result["loss"], run.best("held_out.accuracy")["update"])
+print(orchestrator.open_run("runs/a").metrics[-1]["loss"])  # of another process, or day
+```
+
+- **Stop**: `python -m orchestrator cancel RUN` saves first, and `resume RUN` continues; `--now`
+  ends it at once. Never kill processes by name. Only read what is in a run's folder.
+- **Costs**: a run without `+cluster=` uses this machine alone. `+cluster=slurm` and `+cluster=site`
+  submit to a cluster, where nodes x hours cost money, and `-m` does so for each point: ask first,
+  with what `plan ... +cluster=site` prints.
+- **Exit codes**: 0 finished; 1 failed (`status RUN --json`: `culprit` has rank, cause and last
+  lines); 2 refused, nothing was started, and the message says what would do; 3 stopped, to be
+  resumed; 124 `wait --timeout` is over, and the run goes on; 130 interrupted.
+- **The job**: `loss` returns a sum and its weight, never a mean. It calls neither `backward()` nor
+  collectives nor `.cuda()`. `python -m pytest` after each change.
+"""
+
 FILES = {
     "NAME/__init__.py": "",
     "NAME/spirals.py": JOB,
@@ -130,6 +169,7 @@ python -m pytest
 
 The job is NAME/spirals.py, and conf/main.yaml is the configuration of a run.
 """,
+    "AGENTS.md": AGENTS,
 }
 
 

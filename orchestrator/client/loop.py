@@ -45,7 +45,8 @@ class Callback:
     """Base of the callbacks of a training loop; a method that is not overridden does nothing.
 
     The loop calls its callbacks in the order of their list, on every rank. An exception leaves the
-    loop.
+    loop. Those of a user come after ours; they must neither change what the training computes with
+    nor call collectives.
     """
 
     def on_micro_step(self, update: int, done: int, steps: int) -> None:
@@ -60,7 +61,9 @@ class Callback:
         """Raise if this rank must not write any more; called before each of the methods below."""
 
     def on_boundary(self, done: CompletedUpdate) -> None:
-        """Handle a completed update. Not collective."""
+        """Handle a completed update. Not collective. A new rank 0 gets those again that the lost
+        one has not recorded.
+        """
 
     def on_evaluation(self, window: Window, figures: dict[str, float]) -> None:
         """Handle the held-out figures after the update of `window`, on ranks that computed them:
@@ -69,6 +72,34 @@ class Callback:
 
     def on_checkpoint(self, updates: int, samples: int) -> None:
         """Handle a checkpoint that is due after so many updates. Not collective."""
+
+
+IN_CALLBACK = "in the callback "
+"""Begins the note on an exception that a callback has raised."""
+
+
+def describe_misuse(callbacks: Any, stated: str, example: str) -> str | None:
+    """Return why a user's value is no list of callbacks; None if it is one.
+
+    Args:
+        stated: what the value is.
+
+    >>> describe_misuse([Callback], "callbacks", "callbacks=[losses]")
+    'callbacks must be objects, as in callbacks=[losses], but one is the class Callback'
+    """
+    if not isinstance(callbacks, list | tuple):
+        return f"{stated} must be as in {example}, but is {callbacks!r:.60}"
+    each: Sequence[Any] = callbacks
+    for callback in each:
+        if isinstance(callback, type) and issubclass(callback, Callback):
+            name = callback.__name__
+            return f"{stated} must be objects, as in {example}, but one is the class {name}"
+        if not isinstance(callback, Callback):
+            return (
+                f"{stated} must derive from orchestrator.callbacks.Callback, but one is "
+                f"{callback!r:.60}"
+            )
+    return None
 
 
 class RankWindows:
@@ -255,8 +286,7 @@ class TrainingLoop:
 
     def begin_micro_step(self, window: Window, done: int) -> None:
         """Begin a micro-step of `window` after `done` of them; after all, its boundary."""
-        for callback in self.callbacks:
-            callback.on_micro_step(window.update, done, window.steps)
+        self._call("on_micro_step", window.update, done, window.steps)
 
     def end_window(self, report: BoundaryReport, *, learning_rate: float | None = None) -> None:
         """End the window that was yielded last, right after its boundary.
@@ -278,19 +308,22 @@ class TrainingLoop:
 
     def begin_held_out_piece(self, done: int) -> None:
         """Begin a piece of held-out data after `done` of this rank's, within `evaluate`."""
-        for callback in self.callbacks:
-            callback.on_held_out_piece(done)
+        self._call("on_held_out_piece", done)
 
-    def _before_record(self) -> None:
+    def _call(self, method: str, *values: Any) -> None:
+        """Call a method of all callbacks; an exception gets the name of the one that raised it."""
         for callback in self.callbacks:
-            callback.before_record()
+            try:
+                getattr(callback, method)(*values)
+            except Exception as error:
+                error.add_note(f"{IN_CALLBACK}{type(callback).__name__}.{method}")
+                raise
 
     def _record(self, done: CompletedUpdate) -> None:
         """Pass an update to the callbacks, once. Not collective."""
         if self.progress.recorded <= done.window.update:
-            self._before_record()
-            for callback in self.callbacks:
-                callback.on_boundary(done)
+            self._call("before_record")
+            self._call("on_boundary", done)
             self.progress.recorded = done.window.update + 1
 
     def _follow_up(self, done: CompletedUpdate, *, soon: bool = False) -> None:
@@ -317,9 +350,8 @@ class TrainingLoop:
                 saved.check_replicas()
         if saved is not None:
             saved.collect(progress.updates, progress.samples)
-            self._before_record()
-            for callback in self.callbacks:
-                callback.on_checkpoint(progress.updates, progress.samples)
+            self._call("before_record")
+            self._call("on_checkpoint", progress.updates, progress.samples)
             saved.complete_parts(wait=last or leaving)
         progress.stopped = leaving
 
@@ -330,9 +362,9 @@ class TrainingLoop:
             return
         with declared("it evaluates after update %d", progress.updates):
             progress.evaluation = self.evaluate()
-        self._before_record()
-        for callback in self.callbacks:
-            callback.on_evaluation(self.windows.window(progress.updates - 1), progress.evaluation)
+        self._call("before_record")
+        window = self.windows.window(progress.updates - 1)
+        self._call("on_evaluation", window, dict(progress.evaluation))
         progress.evaluated = progress.updates
 
     def _evaluates(self) -> bool:

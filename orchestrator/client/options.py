@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from orchestrator.client.loop import Callback
+from orchestrator.client.loop import Callback, describe_misuse
 from orchestrator.client.record import whole_number
 from orchestrator.config.rules import accumulation_problems
 from orchestrator.config.schema import BOUNDS, Config, beyond, plain, value_of
@@ -28,7 +28,6 @@ _LEAST = {
 }  # fmt: skip
 _KINDS: Mapping[str, tuple[Any, str]] = {
     "state": (Mapping, "state={'rate': scheduler}"),
-    "callbacks": ((list, tuple), "callbacks=[losses]"),
     "shards": ((Shards, type(None)), "shards=data.shards"),
     "balance": (str, "balance='measured'"),
 }
@@ -127,13 +126,8 @@ class WindowOptions:
         for name, (kind, example) in _KINDS.items():
             if not isinstance(value := getattr(options, name), kind):
                 raise ConfigError(f"{name} must be as in {example}, but is {value!r:.60}")
-        callbacks: Sequence[Any] = options.callbacks
-        for callback in callbacks:
-            if not isinstance(callback, Callback):
-                raise ConfigError(
-                    "callbacks must derive from orchestrator.callbacks.Callback, but one is "
-                    f"{callback!r:.60}"
-                )
+        if misuse := describe_misuse(options.callbacks, "callbacks", "callbacks=[losses]"):
+            raise ConfigError(misuse)
         calls = ("state_dict", "load_state_dict")
         for name, part in options.state.items():
             if not all(callable(getattr(part, call, None)) for call in calls):

@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from orchestrator.report.terminal import harmless, legible, literal, say
+from orchestrator.rundir.best import BestFigure, BestSoFar
 from orchestrator.rundir.metrics import PACE_UPDATES, Kind, Record, recent_pace
 from orchestrator.units import format_count, format_number, format_rate, format_seconds, plural
 
@@ -34,6 +35,8 @@ class Moment:
     seconds_left: float | None = None  # until the last update, at the recent pace
     micro_steps: int = 1
     micro_steps_done: int | None = None
+    metrics: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of the last update
+    best: BestFigure | None = None
     evaluation: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -43,7 +46,9 @@ def plain_line(moment: Moment) -> str:
     >>> plain_line(Moment(updates=2, total=9, loss=0.5, samples_per_second=80.0))
     'update 2/9  loss 0.5000  80.0 samples/s'
     """
-    return GAP.join(part for part in (_position(moment), *_figures(moment)) if part)
+    loss, *pace = _figures(moment)
+    parts = (_position(moment), loss, _named(moment.metrics), *pace)
+    return GAP.join(part for part in parts if part)
 
 
 def live_line(moment: Moment, console: Console) -> Text:
@@ -53,14 +58,15 @@ def live_line(moment: Moment, console: Console) -> Text:
     terminals break the line when it is written to.
     """
     loss, rate, left = map(Text, _figures(moment))
-    values = (f"{harmless(k)} {format_number(v)}" for k, v in moment.evaluation.items())
-    held_out = Text(", ".join(values).replace("\n", " "), style="green")
-    if held_out:
-        held_out = Text("held-out ", style="green").append_text(held_out)
+    metrics = Text(_named(moment.metrics))
+    evaluation = _named(moment.evaluation)
+    held_out = Text(f"held-out {evaluation}" if evaluation else "", style="green")
+    best = Text(_best(moment.best), style="green")
     position, dots = Text(_position(moment), style="bold"), _dots(moment)
-    parts = [part for part in (position, loss, held_out, rate, left, dots) if part.plain]
+    parts = [position, loss, metrics, held_out, best, rate, left, dots]
+    parts = [part for part in parts if part.plain]
     width = console.width - 1 - (BAR_CELLS[0] + len(GAP) if moment.total else 0)
-    for least in (held_out, dots, rate, left):
+    for least in (metrics, held_out, best, dots, rate, left):
         if Text(GAP).join(parts).cell_len <= width:
             break
         parts = [part for part in parts if part is not least]
@@ -81,6 +87,21 @@ def _position(moment: Moment) -> str:
     if moment.total is None:
         return f"update {moment.updates}"
     return f"update {moment.updates:>{len(str(moment.total))}}/{moment.total}"
+
+
+def _named(figures: Mapping[str, Any]) -> str:
+    """Return figures with their names, on one line.
+
+    >>> _named({"right": 0.5, "found": 1})
+    'right 0.5000, found 1'
+    """
+    values = (f"{harmless(name)} {format_number(value)}" for name, value in figures.items())
+    return ", ".join(values).replace("\n", " ")
+
+
+def _best(best: BestFigure | None) -> str:
+    """Return the best figure, with its name; empty before the first evaluation."""
+    return "" if best is None or not best.updates else f"best {_named({best.name: best.value})}"
 
 
 def _figures(moment: Moment) -> tuple[str, str, str]:
@@ -135,6 +156,7 @@ class Progress:
 
     `plan` gives `updates`, `micro_steps`, `ranks` and `nodes`; any of them may be missing. `live`
     overrides the choice between one live line and plain lines, `clock` (seconds) is for tests.
+    `best` follows the figure of `train.keep_best`, and knows the evaluations before.
     """
 
     def __init__(
@@ -144,6 +166,7 @@ class Progress:
         quiet: bool = False,
         verbose: bool = False,
         *,
+        best: BestSoFar | None = None,
         live: bool | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -152,6 +175,7 @@ class Progress:
         # Only what the line needs: a month's run must not make its watcher grow or slow down.
         self._recent: deque[Record] = deque(maxlen=PACE_UPDATES)
         self._evaluation: Record = {}
+        self._best = best
         self._window: tuple[int, int] | None = None  # micro-steps done, and of how many
         self._closed = False
         self._shown: int | None = None
@@ -198,9 +222,12 @@ class Progress:
             # A live line has the latest evaluation; a job need not evaluate.
             if self._verbose or (self._live is None and record.get("evaluation")):
                 if "evaluation" in record:
-                    values = (f"{k} {format_number(v)}" for k, v in record["evaluation"].items())
-                    held_out = ", ".join(values)
-                    self._say(f"held-out after update {record['update'] + 1}: {held_out}")
+                    updates, best = record["update"] + 1, self._best and self._best.figure
+                    held_out = f"held-out after update {updates}: {_named(record['evaluation'])}"
+                    if best is not None and best.updates:
+                        after = f"{_best(best)} after update {best.updates}"
+                        held_out += ", the best so far" if best.updates == updates else f"; {after}"
+                    self._say(held_out)
                 else:
                     self._say(plain_line(self._moment()))
         if micro_steps is None and self._window is not None:
@@ -229,6 +256,8 @@ class Progress:
     def _add(self, record: Record) -> None:
         if "evaluation" in record:
             self._evaluation = record["evaluation"]
+            if self._best is not None:
+                self._best.add(record["update"] + 1, record["evaluation"])
             return
         if self._recent:
             last = self._recent[-1]
@@ -283,5 +312,7 @@ class Progress:
             seconds_left=left,
             micro_steps=steps,
             micro_steps_done=steps_done,
+            metrics=last.get("metrics") or {},
+            best=self._best and self._best.figure,
             evaluation=self._evaluation,
         )

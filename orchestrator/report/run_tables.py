@@ -298,7 +298,11 @@ def print_closing(
         parts.add(record)
     summary = summarize(result, figures)
     own = plan.get("program")
-    rows = _rows_of_program(result, summary, own) if own else _rows(result, summary, parts, plan)
+    rows = (
+        _rows_of_program(result, summary, parts, own)
+        if own
+        else _rows(result, summary, parts, plan)
+    )
     print_facts(rows, console)
     # Not in the table, so that it stays in one piece however long it is.
     say(console, f"run folder: {folder}")
@@ -322,9 +326,11 @@ class _Parts:
         if planned is None:
             planned = plan.get("collectives_per_update")
         self.skipped, self.compilation = _Skipped(), _Compilation()
+        self.metrics: Mapping[str, Any] = {}  # of the last update
         self.collectives = _Collectives(planned, plan)
 
     def add(self, record: Record) -> None:
+        self.metrics = record.get("metrics") or {}
         self.skipped.add(record)
         self.compilation.add(record)
         self.collectives.add(record)
@@ -345,6 +351,7 @@ def _rows(
         *parts.skipped.rows(),
         ("samples", format_count(summary.samples), ""),
         ("final loss", format_number(result.get("loss")), ""),
+        *((f"final {name}", format_number(value), "") for name, value in parts.metrics.items()),
     ]
     for name, value in summary.metrics.items():
         rows.append((f"held-out {name}", format_number(value), "bold"))
@@ -375,7 +382,7 @@ def _rows(
 
 
 def _rows_of_program(
-    result: Mapping[str, Any], summary: Summary, program: Mapping[str, Any]
+    result: Mapping[str, Any], summary: Summary, parts: _Parts, program: Mapping[str, Any]
 ) -> list[Row]:
     """Return what is known of a program: how it ended, and what it reported itself."""
     rows = [
@@ -385,6 +392,7 @@ def _rows_of_program(
     if summary.updates:
         rows.append(("updates", format_count(summary.updates), ""))
         rows.append(("last loss", format_number(result.get("loss")), ""))
+        rows += [(f"last {name}", format_number(n), "") for name, n in parts.metrics.items()]
     rows += _restarts(result.get("restarts") or [], program=True)
     if summary.seconds:
         rows.append(("time", format_seconds(summary.seconds), ""))

@@ -16,6 +16,7 @@ from itertools import groupby
 from pathlib import Path
 
 from orchestrator.agent.root_cause import MEMORY_REMEDY
+from orchestrator.client.loop import IN_CALLBACK
 from orchestrator.errors import OrchestratorError, error_text
 from orchestrator.snapshot import PACKAGE
 
@@ -102,6 +103,8 @@ def describe(error: BaseException) -> str:
     first = first.rstrip(" :") if others else first
     named = f"{type(error).__name__}: {first}" if first else type(error).__name__
     named += _place(error)
+    notes: list[str] = getattr(error, "__notes__", [])
+    named += "".join(f", {note}" for note in notes if note.startswith(IN_CALLBACK))
     advice = remedy(error)
     return named if advice is None else f"{named} ({advice})"
 

@@ -111,9 +111,7 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
     worker.link.send_event("trains")
 
     def evaluate() -> dict[str, float]:
-        """Return the held-out figures after the last update; a restart may begin with them."""
-        last = progress.updates - 1
-        current_run.set_update(last, loop.windows.epoch_of(last))
+        """Return the held-out figures after the last update."""
         figures: Mapping[str, float] = {}
         progress.evaluating = training.evaluates_together
         if held_out is not None:
@@ -292,6 +290,8 @@ def _save_last_boundary(worker: WorkerProcess, training: Training, *, failed: bo
 def _compute(loop: TrainingLoop, training: Training, stop: StopFlag) -> None:
     """Compute the windows of one group."""
     engine, training.in_boundary = training.engine, False
+    if last := training.progress.updates:  # what follows it may come first, after a loss say
+        current_run.set_update(last - 1, loop.windows.epoch_of(last - 1))
     batches = engine.batches(loop.micro_batches(loop.progress.updates))
     for window in loop:
         current_run.set_update(window.update, window.epoch)
@@ -321,7 +321,7 @@ def _callbacks(worker: WorkerProcess, training: Training) -> list[Callback]:
     if recorder is None:
         if worker.topology.scheduled:
             found.append(Follower(worker.stop, run.departure(attempt)))
-        return found
+        return [*found, *training.callbacks]
     if attempt and progress.done is None and not progress.returned:
         note = restart_note(run, attempt, worker.topology, progress.updates)
         recorder.note["restart"] = note
@@ -338,4 +338,4 @@ def _callbacks(worker: WorkerProcess, training: Training) -> list[Callback]:
                 progress=progress,
             )
         )
-    return found
+    return [*found, *training.callbacks]

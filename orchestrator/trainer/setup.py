@@ -12,7 +12,7 @@ from typing import Any
 
 from orchestrator.agent.topology import interface_variables
 from orchestrator.client.checkpoints import Checkpoints
-from orchestrator.client.loop import TrainingProgress
+from orchestrator.client.loop import Callback, TrainingProgress, describe_misuse
 from orchestrator.client.run import current_run
 from orchestrator.clusters.machine import visible_gpus
 from orchestrator.config.job_source import check_target, refuse_arguments
@@ -90,6 +90,7 @@ class Training:
         rates: the job's own learning rates, if any.
         held_out: what all ranks evaluate together; None where the job has none.
         best: watches the figure of `train.keep_best`, in the present group.
+        callbacks: of the job.
         membership: None where losses are not survived.
         recorded_speeds: that the run repeats, if any.
         recorder: on rank 0, the one that writes. If that rank dies, another makes its own.
@@ -107,6 +108,7 @@ class Training:
     rates: Callable[[int], float] | None
     held_out: HeldOutData | None = None
     best: BestCheckpoint | None = None
+    callbacks: Sequence[Callback] = ()
     membership: GroupMembership | None = None
     recorded_speeds: SpeedChanges = field(default_factory=list)
     progress: TrainingProgress = field(default_factory=TrainingProgress)
@@ -367,6 +369,7 @@ def _set_up(worker: WorkerProcess) -> Training:
         group=group, planned=planned,
         updates=planned.updates, rates=own_rates(job, config.schedule, engine, planned.updates),
         held_out=agreed_held_out(engine, job, by_length=planned.work is not None),
+        callbacks=_callbacks_of(job),
         recorded_speeds=kept_speeds(config, run),
     )  # fmt: skip
     if config.train.keep_best is not None and training.held_out is None and not evaluates(job):
@@ -531,6 +534,18 @@ def build_job(settings: Mapping[str, Any]) -> Job:
     takes_any = any(p.kind is p.VAR_KEYWORD for p in known)
     refuse_arguments(dotted, arguments, required, takes_any=takes_any)
     return target(**arguments)
+
+
+def _callbacks_of(job: Job) -> Sequence[Callback]:
+    """Return the job's callbacks. Raise `JobError` for anything else."""
+    method = getattr(job, "callbacks", list)
+    stated = f"{type(job).__name__}.callbacks"
+    if not callable(method):
+        raise JobError(f"{stated} must be a method, as in def callbacks(self): return [Losses()]")
+    callbacks: Any = method()
+    if misuse := describe_misuse(callbacks, f"what {stated}() returns", "return [Losses()]"):
+        raise JobError(misuse)
+    return callbacks
 
 
 def framework_of(job: Job) -> str:

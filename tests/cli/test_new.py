@@ -2,12 +2,15 @@
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 
+from orchestrator import errors
 from tests.docs.printed import typed
 from tests.docs.scripts import page_text
-from tests.helpers import call, verb
+from tests.helpers import await_exit, begin, call, environment, until, verb
 
 
 def _short(script):
@@ -45,6 +48,44 @@ def test_the_tutorial_leads_from_an_empty_folder_to_a_resumed_run(tmp_path):
     assert len(plans) == 2
     shown = _run("\n".join([flags, *plans]), folder)
     assert "#SBATCH --time=30" in shown
+
+
+def test_what_the_page_for_coding_agents_says_is_so(tmp_path):
+    folder = tmp_path / "agents_project"
+    verb("new", folder, code=0)
+    page = (folder / "AGENTS.md").read_text()
+    [block] = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    printed = {}
+    for _, _, module, *arguments in typed(block, tmp_path):
+        done = call(*arguments, module=module, cwd=folder, code=0)
+        printed[arguments[0]] = done.stdout
+    for command in ("wait", "status"):
+        [run] = json.loads(printed[command])
+        assert (run["state"], run["updates"], run["culprit"]) == ("finished", 20, None)
+    assert "update 20/20" in printed["logs"]
+    assert json.loads((folder / "runs" / "a" / "result.json").read_text())["updates"] == 30
+
+    [script] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    words = [sys.executable, "-c", script]
+    ended = subprocess.run(
+        words, cwd=folder, env=environment(), capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split()[0] == "finished"
+    assert len(ended.stdout.split()) == 4
+
+    codes = {"FINISHED", "FAILED", "USAGE", "STOPPED", "TIMED_OUT", "INTERRUPTED"}
+    said = page.partition("**Exit codes**: ")[2].partition("- **")[0]
+    numbers = {int(number) for number in re.findall(r"(?:^|;\s)(\d+) ", said)}
+    assert numbers == {getattr(errors, f"EXIT_{code}") for code in codes}
+    ours = ["--config-dir", "conf", "--config-name", "main"]
+    call(*ours, "train.updatse=1", cwd=folder, code=errors.EXIT_USAGE)
+    process = begin(*ours, "train.updates=100000", "run.dir=runs/c", cwd=folder)
+    until((folder / "runs" / "c" / "metrics.jsonl").exists, what="its first update")
+    verb("wait", "runs/c", "--timeout", "0.1", cwd=folder, code=errors.EXIT_TIMED_OUT)
+    verb("cancel", "runs/c", cwd=folder, code=0)
+    await_exit(process, errors.EXIT_STOPPED)
+    assert list((folder / "runs" / "c" / "checkpoints").iterdir())
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def test_the_end_of_make_run_is_what_the_readme_shows():
     shown = [re.split(r" {2,}", line.strip())[0] for line in sample.splitlines()]
     screen = Screen()
     memory = {"parameters": 1024, "gradients": 1024, "optimizer": 2048}
-    history = History([record(n) for n in range(20)])
+    history = History([record(n, metrics={"accuracy": 0.99}) for n in range(20)])
     plan = {"updates": 20, "collectives_per_update": 1}
     ended = result(memory=memory, metrics={"loss": 0.1, "accuracy": 0.9})
     print_closing(ended, history, ROOT, screen, plan=plan)

@@ -7,10 +7,10 @@ import signal
 import pytest
 
 from orchestrator.errors import JobError
+from orchestrator.rundir.best import BestFigure
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import read_metrics
 from orchestrator.runs import open_run, weights_file
-from orchestrator.trainer.best import BestFigure
 from tests.helpers import await_exit, begin, call, rank_pid, result, verb
 from tests.hold import Hold
 
@@ -26,7 +26,9 @@ COMMON = (
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_the_best_is_kept_and_the_run_ends_early_with_the_same_bits(tmp_path, ranks):
     run = tmp_path / "run"
-    call(*COMMON, f"cluster.ranks_per_node={ranks}", f"run.dir={run}", code=0)
+    said = call(*COMMON, f"cluster.ranks_per_node={ranks}", f"run.dir={run}", code=0).stdout
+    assert "held-out after update 8: height 0.9000, other 1.0000, the best so far\n" in said
+    assert "other 1.0000; best height 0.9000 after update 8\n" in said
     found = result(run)
     assert (found["state"], found["updates"]) == ("finished", 14)
     assert found["best"] == {"figure": "held_out.height", "value": 0.9, "updates": 8}
@@ -57,7 +59,8 @@ def test_killed_at_an_evaluation_and_resumed_it_finds_the_same(tmp_path, update)
         os.kill(rank_pid(run, rank), signal.SIGKILL)
     await_exit(process, 1)
     hold.release()
-    verb("resume", run, "cluster.ranks_per_node=3", code=0)
+    said = verb("resume", run, "cluster.ranks_per_node=3", code=0).stdout
+    assert "update 14: height 0.9000, other 1.0000; best height 0.9000 after update 8\n" in said
     found = result(run)
     assert (found["updates"], found["best"]["updates"]) == (14, 8)
     assert [path.name for path in (run / "best").iterdir()] == ["update-000000008"]
@@ -86,7 +89,8 @@ def test_survivors_find_the_same(tmp_path, rank, update):
 def test_more_patience_trains_on_and_the_smallest_may_be_the_best(tmp_path):
     run = tmp_path / "run"
     call(*COMMON, "cluster.ranks_per_node=1", "train.updates=16", f"run.dir={run}", code=0)
-    verb("resume", run, "train.patience=4", code=0)
+    said = verb("resume", run, "train.patience=4", code=0).stdout
+    assert "update 16: height 0.9500, other 1.0000, the best so far\n" in said
     found = result(run)
     assert (found["updates"], found["best"]["updates"]) == (16, 16)
     assert "ended_early" not in found

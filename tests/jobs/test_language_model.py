@@ -51,6 +51,7 @@ def test_held_out_text_is_of_other_files():
         ("job=contrastive", "job.width=20"),
         ("job=jepa", "job.width=24", "job.layers=3"),
         ("job=language_model", "job.width=32", "job.layers=3"),
+        ("job=vae", "job.hidden=20", "job.latent=3"),
     ],
 )
 def test_the_configuration_knows_the_number_of_trained_parameters(overrides):

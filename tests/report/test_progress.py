@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.report.progress import Moment, Progress, live_line
+from orchestrator.rundir.best import BestFigure, BestSoFar
 from tests.run_folders import Screen, record
 
 PLAN = {"updates": 100, "micro_steps": 4, "ranks": 4, "nodes": 2}
@@ -99,6 +100,58 @@ def test_on_a_terminal_one_line_is_drawn_again_and_again():
     assert " left" not in screen.text.splitlines()[-2].rsplit("\r", 1)[-1]
 
 
+def test_a_line_has_the_metrics_of_the_last_update(screen):
+    with Progress(PLAN, screen) as progress:
+        progress.update([record(0, metrics={"accuracy": 0.5, "found": 2})])
+    assert printed(screen)[-1].startswith(
+        "update   1/100  loss 1.0000  accuracy 0.5000, found 2  1,280 samples/s"
+    )
+
+
+def test_an_evaluation_is_said_with_the_best_so_far(screen):
+    earlier = BestSoFar("held_out.accuracy")
+    earlier.add(1, {"accuracy": 0.7})
+    heights = ((3, 0.6, 0), (5, 0.9, 0), (7, 0.8, 0), (5, 0.65, 1), (7, 0.75, 1))
+    with Progress(PLAN, screen, best=earlier) as progress:
+        for update, accuracy, attempt in heights:
+            progress.update(
+                [{"evaluation": {"accuracy": accuracy}, "update": update, "attempt": attempt}]
+            )
+    assert [line for line in printed(screen) if "held-out" in line] == [
+        "held-out after update 4: accuracy 0.6000; best accuracy 0.7000 after update 1",
+        "held-out after update 6: accuracy 0.9000, the best so far",
+        "held-out after update 8: accuracy 0.8000; best accuracy 0.9000 after update 6",
+        "held-out after update 6: accuracy 0.6500; best accuracy 0.7000 after update 1",
+        "held-out after update 8: accuracy 0.7500, the best so far",
+    ]
+
+
+def test_what_is_least_important_is_left_out_first_of_a_narrow_line():
+    moment = Moment(
+        updates=5,
+        total=10,
+        loss=0.25,
+        samples_per_second=1250.0,
+        seconds_left=10.0,
+        micro_steps=4,
+        micro_steps_done=3,
+        metrics={"error": 0.125},
+        best=BestFigure("-held_out.loss", updates=3, value=0.5),
+        evaluation={"loss": 0.75},
+    )
+    parts = ["loss 0.2500", "error 0.1250", "held-out loss 0.7500", "best loss 0.5000",
+             "1,250 samples/s", "10 s left", "●●●○"]  # fmt: skip
+    least_first = [parts[1], parts[2], parts[3], parts[6], parts[4], parts[5]]
+    numbers = set()
+    for width in range(140, 25, -1):
+        line = live_line(moment, Screen(width=width)).plain
+        shown = [part for part in parts if part in line]
+        numbers.add(left_out := len(parts) - len(shown))
+        assert shown == [part for part in parts if part not in least_first[:left_out]]
+        assert line.endswith("  ".join(shown)), "in their order"
+    assert numbers == set(range(7))
+
+
 def test_the_line_at_80_and_120_columns():
     moment = Moment(
         updates=50,
@@ -114,7 +167,7 @@ def test_the_line_at_80_and_120_columns():
     assert narrow == (
         "update  50/100  ━━━━━━━━────────  loss 0.2500  1,250 samples/s  10 s left  ●●●○"
     )
-    assert "loss 0.2500  held-out accuracy 0.9000" in wide
+    assert "held-out accuracy 0.9000" in wide
     assert len(wide) == 119
 
 
@@ -143,7 +196,7 @@ def test_the_line_is_one_line_that_begins_with_the_update_at_any_width(
     line = live_line(
         Moment(updates=updates, total=total, loss=loss, samples_per_second=pace,
                seconds_left=pace, micro_steps=steps, micro_steps_done=done,
-               evaluation={"accuracy\n": 0.5}),
+               metrics={"error\n": 0.5}, evaluation={"accuracy\n": 0.5}),
         Screen(width=width),
     )  # fmt: skip
     assert line.cell_len < width

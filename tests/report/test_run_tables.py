@@ -86,6 +86,11 @@ def closing(screen, plan=None, history=None, **changes):
     return screen.text
 
 
+def test_the_table_has_the_metrics_of_the_last_update(screen):
+    history = History([record(n, metrics={"right": n / 20}) for n in range(20)])
+    assert "final loss 0.0500 final right 0.9500 held-out" in flat(closing(screen, history=history))
+
+
 def test_a_finished_run_says_what_it_did_and_cost(screen):
     text = flat(
         closing(

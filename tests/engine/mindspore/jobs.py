@@ -10,6 +10,7 @@ from mindspore.experimental import optim
 
 from jobs.line import Line
 from orchestrator import Job, Loss, current_run
+from tests.callback_job import Journaled
 from tests.hold import Hold
 
 SAMPLES = 61
@@ -58,6 +59,10 @@ class Weighted(Job):
 
     def evaluate(self, model):
         return {"weight": float(model[0].weight.asnumpy().sum())}
+
+
+class JournaledWeighted(Journaled, Weighted):
+    """The same with callbacks that are written down."""
 
 
 class Normed(Weighted):
