@@ -233,7 +233,7 @@ def _name_of(job: object) -> str:
 
 
 class Metrics(Sequence[Record]):
-    """What a run has recorded: a row for each update, by name in columns.
+    """The recorded updates of a run: a row for each update, by name in columns.
 
     A row has `update` (from 0), `loss`, `learning_rate`, … of that update, and after an evaluation
     `held_out.NAME` for each of its figures. `metrics[3]` is a row and `metrics["loss"]` a column,
@@ -462,12 +462,7 @@ class Run:
             UsageError: no row has this figure, or none that is finite.
         """
         sign, name = _direction(figure)
-        metrics = self.metrics
-        rows = [row for row in metrics if _is_finite(row.get(name))]
-        if not rows:
-            known = did_you_mean(name, metrics.names)
-            raise UsageError(f"{self.folder} has recorded no number as {name!r}{known}")
-        return max(rows, key=lambda row: sign * row[name])
+        return _best_row(self.metrics, sign, name, f"{self.folder} has recorded no number as")
 
     def state_dict(self, *, best: bool = False) -> dict[str, Any]:
         """Return the weights and buffers of the newest checkpoint, on the CPU, by name.
@@ -638,9 +633,18 @@ def weights_file(path: Path) -> Path:
 def _direction(figure: str) -> tuple[int, str]:
     """Return 1 if the largest is best and -1 if the smallest is, and the figure's name."""
     if figure in SMALL_IS_GOOD:
-        warnings.warn(f"best({figure!r}) is the largest; the smallest: best('-{figure}')",
-                      stacklevel=3)  # fmt: skip
+        sentence = f"best({figure!r}) is the largest; the smallest: best('-{figure}')"
+        warnings.warn(sentence, stacklevel=3)
     return (-1, figure[1:]) if figure.startswith("-") else (1, figure)
+
+
+def _best_row(rows: Sequence[Record], sign: int, name: str, refusal: str) -> Record:
+    """Return the row with the largest `sign` times the figure. Raises `UsageError` without one."""
+    finite = [row for row in rows if _is_finite(row.get(name))]
+    if not finite:
+        names = {key for row in rows for key in row}
+        raise UsageError(f"{refusal} {name!r}{did_you_mean(name, names)}")
+    return max(finite, key=lambda row: sign * row[name])
 
 
 def _is_finite(value: Any) -> bool:
@@ -759,13 +763,8 @@ class Sweep:
             UsageError: no run has this figure, or none that is finite.
         """
         sign, name = _direction(figure)
-        table = self.table
-        rows = [row for row in table if _is_finite(row.get(name))]
-        if not rows:
-            names = {key for row in table for key in row}
-            raise UsageError(f"no run in {self.folder} ended with a number {name!r}"
-                             f"{did_you_mean(name, names)}")  # fmt: skip
-        return Run(Path(max(rows, key=lambda row: sign * row[name])["folder"]))
+        row = _best_row(self.table, sign, name, f"no run in {self.folder} ended with a number")
+        return Run(Path(row["folder"]))
 
     def report(self, output: str | os.PathLike[str] | None = None) -> Path:
         """Write the page about all runs, and return its file; see `Run.report`."""

@@ -1,4 +1,4 @@
-"""What a shell completes on our command lines: keys, their values, choices of groups, run folders.
+"""Completion of our command lines in shells: keys, their values, choices of groups, run folders.
 
 bash takes `=` for a word of its own and shows or inserts what follows it; zsh passes KEY=VALUE
 whole. A key that is the only one left comes with its values, so that no shell puts a space after

@@ -275,7 +275,7 @@ class Checkpoints(Callback):
             self._keep_best()
 
     def _keep_best(self) -> None:
-        assert self._best is not None  # noqa: S101  # whoever asks for the best one names a folder
+        assert self._best is not None  # noqa: S101  # a trainer with train.keep_best names it
         try:
             checkpoint.keep_best(self._folder, self._best, self._best_updates)
         except OSError as error:

@@ -1,8 +1,8 @@
-"""The program that runs a command of ours by `orchestrator.start`, and what it is told.
+"""Reports of a command to the program that runs it by `orchestrator.start`.
 
-The command runs in a process of its own, as from a shell, and says through a pipe what a person
-would read: that the run has begun, and in which folder, or why it cannot begin. Where no program
-asks, nothing is said.
+The command runs in a process of its own, as from a shell, and reports through a pipe what a person
+would read: that the run has begun, and in which folder, or why it cannot begin. Without such a
+program it reports nothing.
 """
 
 from __future__ import annotations

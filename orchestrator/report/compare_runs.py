@@ -62,7 +62,7 @@ def _losses(run: RunDir) -> Iterator[float]:
 
 
 def differing_settings(a: RunDir, b: RunDir) -> dict[str, list[Any]]:
-    """Return the values of each setting that differs, but for where a run lies and who is told."""
+    """Return the values of each setting that differs, but for places and recipients of messages."""
     left, right = (dict(flat(run.read_config())) for run in (a, b))
     return {
         key: [left.get(key), right.get(key)]

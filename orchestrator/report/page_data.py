@@ -111,11 +111,11 @@ def data_of(path: Path, *others: Path) -> dict[str, Any]:
     """
     paths = [path, *others]
     folders: list[Path] = []
-    for one in paths:
-        there = find_runs(one)
+    for stated in paths:
+        there = find_runs(stated)
         if not there:
-            RunDir(one).existing()
-            raise RunFolderError(f"there is no run in {one}")
+            RunDir(stated).existing()
+            raise RunFolderError(f"there is no run in {stated}")
         folders += [folder for folder in there if folder not in folders]
     sound: list[tuple[RunDir, dict[str, Any]]] = []
     unreadable: list[str] = []
@@ -164,7 +164,7 @@ def data_of(path: Path, *others: Path) -> dict[str, Any]:
         if not unique:  # charts identify their lines by names
             run["name"] += f" ({point})"
     data = {
-        "title": ", ".join(one.name for one in paths),
+        "title": ", ".join(stated.name for stated in paths),
         "path": ", ".join(map(str, paths)),
         "sweep": sweep,
         "made": datetime.now(UTC).isoformat(timespec="seconds"),

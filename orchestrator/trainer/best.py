@@ -1,8 +1,8 @@
 """The best evaluation of a run: which checkpoint is kept for it, and when it is time to stop.
 
 Rank 0 alone has all figures, and follows them in metrics.jsonl. So what it finds after an
-evaluation is the same after a restart, on any number of ranks, and on a rank that takes its place;
-the others are told it.
+evaluation is the same after a restart, on any number of ranks, and on a rank that takes its place.
+The others receive its verdict.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from orchestrator.rundir.warnings import warn
 
 
 class BestCheckpoint:
-    """What all ranks do about the best evaluation in one group. Its calls are collective.
+    """The best evaluation as all ranks of one group know it. Its calls are collective.
 
     Args:
         patience: stop after so many evaluations without a better one; None: never.
