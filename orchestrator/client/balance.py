@@ -209,20 +209,23 @@ def known_speed(rows: Sequence[Sequence[float]], rank: int) -> float | None:
 
 
 def completed(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """Return the ranks' speeds, to a mean of 1: unknown ones are the mean of their node, else 1.
+    """Return the ranks' speeds, to a mean of 1: unknown ones are the mean of their node, else the
+    mean of all that are known.
 
     Args:
         rows: each rank's speed, 0 if it is not known, and its node.
 
-    >>> completed([[1.2, 7], [0.6, 8], [0.0, 8], [0.0, 9]])
-    (1.411764705882353, 0.7058823529411765, 0.7058823529411765, 1.1764705882352942)
+    >>> completed([[0.8, 7], [0.4, 8], [0.0, 8], [0.0, 9]])
+    (1.4545454545454546, 0.7272727272727273, 0.7272727272727273, 1.090909090909091)
     """
     of_nodes: dict[float, list[float]] = {}
     for speed, node in rows:
         if speed > 0:
             of_nodes.setdefault(node, []).append(speed)
     means = {node: sum(speeds) / len(speeds) for node, speeds in of_nodes.items()}
-    speeds = [speed if speed > 0 else means.get(node, 1.0) for speed, node in rows]
+    known = [speed for speed, _ in rows if speed > 0] or [1.0]
+    typical = sum(known) / len(known)
+    speeds = [speed if speed > 0 else means.get(node, typical) for speed, node in rows]
     mean = sum(speeds) / len(speeds)
     return tuple(speed / mean for speed in speeds)
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.errors import PlanError
-from orchestrator.plan.split import Split, even_parts, split_window
+from orchestrator.plan.split import Split, even_parts, split_leaves, split_window
 from orchestrator.units import plural
 
 if TYPE_CHECKING:  # numpy is loaded on first use: a plan that is only printed does without it
@@ -184,9 +184,12 @@ class WorkByCost:
             padded += tokens
             mean += sum(costs) / ranks
             busiest += max(costs)
-            even += max(
-                self._of_ranks(lengths, split_window(len(lengths), ranks, cap=self.most_samples))[1]
+            by_number = (
+                split_leaves(len(lengths), ranks, self.most_samples)
+                if self.reproducible
+                else split_window(len(lengths), ranks, cap=self.most_samples)
             )
+            even += max(self._of_ranks(lengths, by_number)[1])
         return {
             "padded_to_real": round(padded / max(real, 1), 3),
             "busiest_to_mean": round(busiest / mean, 3),
@@ -208,7 +211,9 @@ class WorkByCost:
         return tokens, costs
 
     def warnings(self, order: DataOrder, ranks: int) -> Iterator[str]:
-        """Yield a warning if samples exceed the budget of a micro-step, and one if ranks wait."""
+        """Yield a warning if samples exceed the budget of a micro-step, and one if ranks wait for
+        the busiest, or would wait less for it if samples were dealt by number.
+        """
         padded = self.budget.padded(self.lengths)
         longer = int((padded > self.budget.micro_tokens).sum())
         if longer:
@@ -218,8 +223,9 @@ class WorkByCost:
                 f"{int(padded.max())} tokens): {'it' if longer == 1 else 'each'} is a micro-step "
                 "of its own, and takes more memory than that"
             )
-        uneven = self.balance(order, ranks)["busiest_to_mean"]
-        if uneven < UNEVEN:
+        balance = self.balance(order, ranks)
+        uneven, even = balance["busiest_to_mean"], balance["even_to_busiest"]
+        if uneven < UNEVEN and even >= 1:
             return
         advice = "a larger accumulation.global_batch would give ranks more to share"
         tokens = self.budget.micro_tokens // 2
@@ -230,9 +236,15 @@ class WorkByCost:
                 advice = f"{MICRO_TOKENS}={tokens} would make it {ratio:.2f}"
                 break
             tokens //= 2
+        by_number = ""
+        if even < 1:
+            by_number = (
+                f" (dealt by number, accumulation.micro_batch={self.most_samples} in the place of "
+                f"{MICRO_TOKENS}, the busiest would have {even:.2f} times as much)"
+            )
         yield (
             f"the busiest of {ranks} ranks has {uneven:.2f} times as much to do as the mean, and "
-            f"the others wait for it; {advice}"
+            f"the others wait for it{by_number}; {advice}"
         )
 
 

@@ -115,7 +115,8 @@ def test_a_new_group_begins_with_the_speeds_that_its_ranks_know():
     assert known_speed([[1.5, here + 1]], 0) is None
     rows = [[1.2, here], [0.6, here], [0.0, here + 1]]
     speeds = MeasuredSpeeds.begin(1, 20, AHEAD, lambda _: rows, known=0.6)
-    assert speeds.at(20) == pytest.approx([1.2 / 2.8 * 3, 0.6 / 2.8 * 3, 1.0 / 2.8 * 3])
+    # The new one counts as the mean of those that are known, 0.9.
+    assert speeds.at(20) == pytest.approx([1.2 / 0.9, 0.6 / 0.9, 1.0])
     assert speeds.began_at(20) == speeds.at(20)
     assert speeds.own == speeds.at(20)[1]
 

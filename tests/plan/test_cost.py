@@ -205,6 +205,22 @@ def test_a_budget_below_every_length_is_refused_and_one_below_some_is_warned_of(
     assert "1 sample of 8 is longer than accumulation.micro_tokens=20" in " ".join(plan.warnings)
 
 
+def test_leaves_that_ranks_share_worse_than_samples_by_number_are_warned_of():
+    # Leaves of 5, 5, 5 and 6 tokens are two for each rank; one of 10 tokens cannot be shared.
+    plan = make_plan(
+        nodes=1,
+        ranks_per_node=2,
+        dataset_samples=4,
+        global_batch=4,
+        reduction="reproducible",
+        micro_tokens=10,
+        lengths=np.array([5, 5, 5, 6]),
+    )
+    warning = " ".join(plan.warnings)
+    assert "accumulation.micro_batch=1 in the place of accumulation.micro_tokens" in warning
+    assert "the busiest would have 0.73 times as much" in warning
+
+
 @pytest.mark.parametrize(
     ("batch", "key"),
     [
