@@ -10,7 +10,7 @@ from orchestrator.engine.api import Engine, HeldOutReport, Validates
 from orchestrator.engine.common.replicas import folded, minority_ranks
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.job import Job, is_coupled
-from orchestrator.plan.cost import deal
+from orchestrator.plan.cost import deal, in_rounds
 from orchestrator.plan.held_out import HeldOutShare, cut_held_out, piece_size, share_of
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.plan_warnings import named_ranks
@@ -126,6 +126,8 @@ class HeldOutEvaluation:
                 for length, piece in zip(longest, pieces, strict=True)
             ]
             counts = deal(costs, ranks, in_step=bool(engine.shard_ranks))
+            if engine.shard_ranks:  # a round takes as long as its most expensive piece
+                pieces = tuple(pieces[number] for number in in_rounds(costs, ranks))
         self._share = share_of(
             pieces, rank, ranks, shard_ranks=engine.shard_ranks, pieces_per_rank=counts
         )

@@ -3,6 +3,8 @@
 import os
 import signal
 
+import pytest
+
 from orchestrator.rundir.files import read_json, write_json
 from tests.helpers import await_exit, call, compare, rank_pid, records, result, verb
 from tests.hold import begin_held
@@ -61,6 +63,21 @@ def test_held_out_data_are_dealt_by_their_lengths_and_have_the_same_figures(tmp_
         figures.append(result(run)["metrics"])
     assert figures[0] == figures[1]
     assert list(figures[0]) == ["loss", "error"]
+
+
+def test_ranks_with_shards_of_a_model_evaluate_rounds_of_alike_lengths(tmp_path):
+    words = (
+        "job._target_=tests.tiny_job.SizedHeldOut", *BY_COST, "accumulation.balance=even",
+        "job.dropout=0", "train.precision=float64", "train.updates=2", "train.evaluate_every=1",
+    )  # fmt: skip
+    figures = []
+    for shape in ((1, 1, "none"), (1, 3, "node")):
+        run = tmp_path / f"{shape[1]}"
+        nodes, ranks, shards = shape
+        layout = (f"cluster.nodes={nodes}", f"cluster.ranks_per_node={ranks}")
+        call(*words, *layout, f"engine.shard_model={shards}", f"run.dir={run}", code=0)
+        figures.append(result(run)["metrics"])
+    assert figures[1] == pytest.approx(figures[0], rel=1e-12)
 
 
 def test_other_lengths_than_before_are_refused_at_a_resume(tmp_path):
