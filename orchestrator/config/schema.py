@@ -242,7 +242,7 @@ class EngineConfig:
     """Settings of the job's framework. mode, jit_level and style are MindSpore's."""
 
     bucket_mib: float | None = number(None, above=0, most=2**20)
-    norm: str = choice("warn", "frozen", "group")
+    norm: str = choice("warn", "frozen", "group", "layer")
     mode: str = choice("pynative", "jit", "graph", default="jit")
     jit_level: str = choice("auto", "O0", "O1")
     style: str = choice("own", "framework")

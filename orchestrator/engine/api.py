@@ -96,7 +96,7 @@ class EngineSettings(AccumulationOptions):
         mode: "pynative", "jit" or "graph": how MindSpore runs a job; torch has no such choice.
         jit_level: MindSpore's optimisation level of compiled functions; None for its default.
         style: "own" accumulation, or "framework": MindSpore's GradAccumulation.
-        norm: "warn", "frozen" or "group": what torch does about batch norm.
+        norm: "warn", "frozen", "group" or "layer": what becomes of batch norms.
         survive: ranks may have to go on without those that die (docs/explanation/surviving.md).
         shard_model: "none", "node" or "all": the ranks that hold one copy of the model together.
     """

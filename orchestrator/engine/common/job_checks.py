@@ -195,8 +195,8 @@ def norm_advice(layers: Collection[str], *, apart: bool) -> str:
     return (
         f"batch norm in {name_layers(layers)} sees one micro-batch at a time, so the update is not "
         f"that of one big batch{differ}. Use "
-        "engine.norm=group (GroupNorm in its place), engine.norm=frozen (freeze the statistics "
-        "that it has), or take one micro-step of the whole batch on one rank"
+        "engine.norm=group or layer (group or layer norm in its place), engine.norm=frozen (freeze "
+        "the statistics that it has), or take one micro-step of the whole batch on one rank"
     )
 
 
@@ -205,16 +205,21 @@ def replaced_norms(choice: str, layers: Collection[str]) -> str:
     what = {
         "frozen": "keeps the statistics that it has (load trained ones in model())",
         "group": "was replaced by group norm",
+        "layer": "was replaced by layer norm",
     }[choice]
     return f"engine.norm={choice}: batch norm in {name_layers(layers)} {what}"
 
 
-def norm_groups(channels: int, *, vectors: bool) -> int:
+def norm_groups(choice: str, channels: int, *, vectors: bool) -> int:
     """Return the groups of the group norm that replaces a batch norm of so many channels.
 
+    A layer norm is a group norm of one group (Wu and He, "Group Normalization", 2018, section 3).
     Channels of vectors have no places to take statistics over, so all of them make one group.
+
+    >>> norm_groups("group", 64, vectors=False), norm_groups("layer", 64, vectors=False)
+    (16, 1)
     """
-    most = 1 if vectors else max(1, min(32, channels // 4))
+    most = 1 if vectors or choice == "layer" else max(1, min(32, channels // 4))
     return next(count for count in range(most, 0, -1) if channels % count == 0)
 
 

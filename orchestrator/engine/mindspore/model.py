@@ -85,7 +85,8 @@ def with_norms(model: nn.Cell, choice: str) -> tuple[nn.Cell, list[str]]:
 
     Args:
         model: is changed in place, unless it is a batch norm itself.
-        choice: `engine.norm`: "warn", which leaves it to `advice` to warn; "frozen"; or "group".
+        choice: `engine.norm`: "warn", which leaves it to `advice` to warn; "frozen", "group" or
+            "layer".
     """
     found = batch_norms(model)
     if choice == "warn" or not found:
@@ -97,7 +98,7 @@ def with_norms(model: nn.Cell, choice: str) -> tuple[nn.Cell, list[str]]:
     made: dict[int, nn.Cell] = {}
     for layer in found.values():
         channels = int(layer.num_features)
-        groups = norm_groups(channels, vectors=isinstance(layer, nn.BatchNorm1d))
+        groups = norm_groups(choice, channels, vectors=isinstance(layer, nn.BatchNorm1d))
         grouped: Any = nn.GroupNorm(groups, channels, eps=layer.eps)
         grouped.gamma, grouped.beta = layer.gamma, layer.beta
         made[id(layer)] = grouped

@@ -295,7 +295,7 @@ class Precision(LossScale):
 
 # ------------------------------------------------------------------ Batch norm (`engine.norm`)
 # The output of a batch norm depends on which samples share its micro-batch, so no split but the
-# trivial one gives the update of one big batch. With `frozen` or `group` the output of a sample
+# trivial one gives the update of one big batch. With the other choices the output of a sample
 # depends on that sample alone.
 
 
@@ -336,13 +336,13 @@ def with_norms(model: Module, choice: str) -> tuple[Module, list[str]]:
 
     Args:
         model: is changed in place, unless it is a batch norm itself.
-        choice: "warn", which leaves it to `advice` to warn; "frozen"; or "group".
+        choice: "warn", which leaves it to `advice` to warn; "frozen", "group" or "layer".
 
     Raises:
         ConfigError: there is no such choice.
         JobError: a layer that cannot be frozen or replaced.
     """
-    known = ("warn", "frozen", "group")
+    known = ("warn", "frozen", "group", "layer")
     if choice not in known:
         raise ConfigError(f"there is no engine.norm={choice}{did_you_mean(choice, known)}")
     norms = batch_norms_of(model)
@@ -361,10 +361,10 @@ def with_norms(model: Module, choice: str) -> tuple[Module, list[str]]:
             continue
         if channels < 1:  # lazy ones do not know yet
             raise JobError(
-                f"engine.norm=group: {where} does not know its number of channels before the first "
-                "batch; state it in model()"
+                f"engine.norm={choice}: {where} does not know its number of channels before the "
+                "first batch; state it in model()"
             )
-        groups = norm_groups(channels, vectors=isinstance(layer, nn.BatchNorm1d))
+        groups = norm_groups(choice, channels, vectors=isinstance(layer, nn.BatchNorm1d))
         grouped = nn.GroupNorm(groups, channels, eps=layer.eps, affine=layer.affine)
         if layer.affine:
             grouped.weight, grouped.bias = layer.weight, layer.bias

@@ -453,7 +453,7 @@ def test_layers_that_depend_on_the_split_are_named():
     assert "dropout in 2" in warnings[1]
 
 
-@pytest.mark.parametrize("norm", ["group", "frozen"])
+@pytest.mark.parametrize("norm", ["group", "layer", "frozen"])
 def test_batch_norms_may_be_frozen_or_replaced_so_that_splits_agree(norm):
     found = []
     for split in ([61], [30, 20, 11]):

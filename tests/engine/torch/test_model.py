@@ -43,11 +43,10 @@ class Pictures(Job):
         ("warn", False, "batch norm in 1, 5 sees one micro-batch at a time"),
         ("frozen", True, "batch norm in 1, 5 keeps the statistics"),
         ("group", True, "batch norm in 1, 5 was replaced by group norm"),
+        ("layer", True, "batch norm in 1, 5 was replaced by layer norm"),
     ],
 )
-def test_frozen_and_group_norms_give_one_update_for_any_split_and_layers_are_named(
-    norm, exact, words
-):
+def test_other_norms_give_one_update_for_any_split_and_layers_are_named(norm, exact, words):
     given = {"samples": 12, "updates": 2, "norm": norm}
     [(alone, _, engine)] = train(Pictures(), 1, cap=12, **given)
     [warning] = engine.warnings()
@@ -99,6 +98,12 @@ def test_a_shared_norm_stays_shared():
     model, _ = with_norms(nn.Sequential(shared, nn.Conv2d(8, 8, 1), shared), "group")
     assert isinstance(model[0], nn.GroupNorm)
     assert model[0] is model[2]
+
+
+def test_a_layer_norm_takes_all_channels_of_a_sample_together():
+    model, _ = with_norms(nn.Sequential(nn.BatchNorm2d(8)), "layer")
+    x = torch.randn(3, 8, 5, 5)
+    torch.testing.assert_close(model(x), nn.functional.layer_norm(x, x.shape[1:]))
 
 
 def test_a_model_that_is_a_norm_itself_is_replaced():
