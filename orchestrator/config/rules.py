@@ -219,6 +219,7 @@ ONE_PROCESS = "AutoParallel needs Ascend or GPU for more than one process"
 DEVICES = "no CPU computes it; for devices name transport=hccl or nccl"
 ADAM = ("optimizer", ("adam",))
 ADAMW = "optimizer=adamw optimizer.weight_decay=0 steps by the same rule"
+WHOLE_GRAPHS = "MindSpore 2.10 compiles functions at O0 and O1; O2 was for whole graphs on Ascend"
 LIMITS = {
     "torch": (
         Limit("engine.mode", ("jit",), why="it is MindSpore's"),
@@ -235,6 +236,7 @@ LIMITS = {
         Limit("accumulation.reduction", ("fast",)),
         Limit("engine.shard_optimizer", (False,)),
         Limit("engine.shard_model", ("none",)),
+        Limit("engine.jit_level", ("auto", "O0", "O1"), why=WHOLE_GRAPHS),
         Limit("engine.jit_level", ("auto",), PYNATIVE, "levels are for engine.mode=jit"),
         Limit("train.precision", ("float16", "float32", "float64"), ON_CPU, DEVICES),
         Limit("train.precision", ("float32", "float16", "bfloat16"), ADAM, ADAMW),

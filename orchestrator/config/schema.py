@@ -244,7 +244,7 @@ class EngineConfig:
     bucket_mib: float | None = number(None, above=0, most=2**20)
     norm: str = choice("warn", "frozen", "group", "layer")
     mode: str = choice("pynative", "jit", "graph", default="jit")
-    jit_level: str = choice("auto", "O0", "O1")
+    jit_level: str = choice("auto", "O0", "O1", "O2")
     style: str = choice("own", "framework")
     shard_optimizer: bool = False
     shard_model: str = choice("none", "node", "all")

@@ -347,4 +347,6 @@ class UpdatePolicy:
         """Return the ranks and their micro-steps, as text, equal on all ranks. Collective."""
         rows = self._gather([-1.0 if step is None else float(step)])
         found = [f"rank {rank}, micro-step {int(s)}" for rank, (s,) in enumerate(rows) if s >= 0]
+        if not found:  # only in a model whose parts are on several ranks
+            return "another part of the model"
         return first_few(found, _NAMED, noun="ranks", separator="; ")

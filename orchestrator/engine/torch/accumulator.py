@@ -58,6 +58,7 @@ from orchestrator.engine.torch.buffers import (
 )
 from orchestrator.engine.torch.checks import (
     check_arguments,
+    check_group,
     check_supported,
     checked_loss,
     finite_float,
@@ -67,6 +68,7 @@ from orchestrator.engine.torch.checks import (
 from orchestrator.engine.torch.consistency_checks import check_same_start, replica_checker
 from orchestrator.engine.torch.group import BaseGroup, gather_numbers, ranks_where, to_floats
 from orchestrator.engine.torch.model import Precision, check_optimizer, learning_rate_of
+from orchestrator.engine.torch.model_parts import ModelParts
 from orchestrator.engine.torch.reducer import FastReduction
 from orchestrator.engine.torch.reproducible import ReproducibleReduction
 from orchestrator.engine.torch.sharding import OptimizerShard, ShardedReduction, check_shardable
@@ -151,6 +153,9 @@ class Accumulator:
         optimizer: steps once a boundary. Its parameter groups, weight decay and rates are its own.
         group: the ranks; by default those of torch's own group, or this process alone where there
             is none and no launcher started more.
+        model_group: where each rank holds a part of one model, as in a pipeline: the ranks of one
+            copy. The gradient's norm, clipping, loss and every decision are of the whole model
+            then, at the price of one small gather between its parts at each boundary.
         options: see there; or some of them by name, as in `clip_norm=1.0`.
 
     Building one is collective: ranks compare what has to be the same on all of them.
@@ -173,6 +178,8 @@ class Accumulator:
         optimizer: Optimizer,
         group: BaseGroup | None = None,
         options: AccumulationOptions | None = None,
+        *,
+        model_group: BaseGroup | None = None,
         **keywords: Any,
     ) -> None:
         self.options = options = (options or AccumulationOptions()).with_options(keywords)
@@ -188,6 +195,9 @@ class Accumulator:
         replicate_group = self.fully_sharded.replicate_group if self.fully_sharded else group
         ranks = self.fully_sharded.replicate_ranks if self.fully_sharded else range(group.size)
         check_same_start(group, self.model, named, optimizer, options, replicate_group, ranks)
+        self._parts = None
+        if model_group is not None:
+            self._parts = ModelParts(check_group(model_group, "model_group"), options)
         self.precision = Precision(options.precision, trained[0][1].device)
         self.learning_rate = learning_rate_of(optimizer)
         self._policy = UpdatePolicy(options, self.precision, partial(gather_numbers, group))
@@ -433,21 +443,26 @@ class Accumulator:
                 trailer.flags[NEWCOMERS] = int(self.newcomers_wait)
                 self._used.flag(trailer)
                 self._window_checker.write_digest(trailer, update, agreed)
-                totals, summed_norm = self._reduction.reduce(trailer)
+                totals, norms = self._reduction.reduce(trailer)
                 self._window.error_breaks = ""  # from here on all ranks know the same
                 self._window_checker.check(totals, update)
+                summed_norm = norms.value()
+                if self._parts is not None:
+                    totals, summed_norm = self._parts.join(update, totals, summed_norm)
             with self.clock.optimize:
-                norm = self._step(update, totals, trailer, summed_norm.value())
-            sent, apart = self.group.since(mark), self._reduction.replicate_traffic
+                norm = self._step(update, totals, trailer, summed_norm)
+            traffic = [self.group.since(mark), self._reduction.replicate_traffic]
+            if self._parts is not None:
+                traffic.append(self._parts.traffic)
             report = BoundaryReport(
                 update=update,
                 applied=norm is not None,
                 gradient_norm=norm,
                 loss_scale=scale,
                 micro_steps=self._window.micro_steps,
-                collectives=sent.collectives + apart.collectives,
+                collectives=sum(sent.collectives for sent in traffic),
                 exchanges=self._used.exchanges,
-                bytes_on_wire=sent.bytes_on_wire + apart.bytes_on_wire,
+                bytes_on_wire=sum(sent.bytes_on_wire for sent in traffic),
                 **totals.report(names),
                 **self.clock.seconds(),
             )

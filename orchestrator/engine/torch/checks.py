@@ -25,16 +25,22 @@ from orchestrator.job import Loss
 from orchestrator.units import first_few
 
 
-def check_arguments(model: Any, group: Any, options: AccumulationOptions) -> list[Any] | Module:
-    """Return the model; parameters become a list. Raises `ConfigError` for anything else."""
+def check_group(group: Any, name: str) -> BaseGroup:
+    """Return the group of an argument of this name. Raises `ConfigError` for anything else."""
     if not isinstance(group, BaseGroup):
         raise ConfigError(
-            "group must be a TorchGroup: TorchGroup.wrap(torch.distributed.group.WORLD) after "
+            f"{name} must be a TorchGroup: TorchGroup.wrap(torch.distributed.group.WORLD) after "
             "init_process_group(), or TorchGroup.alone() for one process; but it is "
             f"{_describe(group)}"
         )
     if group.size > MOST_RANKS:
         raise ConfigError(f"sums stay exact up to {MOST_RANKS} ranks, but there are {group.size}")
+    return group
+
+
+def check_arguments(model: Any, group: Any, options: AccumulationOptions) -> list[Any] | Module:
+    """Return the model; parameters become a list. Raises `ConfigError` for anything else."""
+    check_group(group, "group")
     if isinstance(options.metric_names, str):
         raise ConfigError(
             f"metric_names must be a list of names, as in [{options.metric_names!r}], but is the "

@@ -622,7 +622,10 @@ REPRODUCIBLE = ("accumulation.reduction=reproducible", "accumulation.micro_batch
         (["job=line", *REPRODUCIBLE], "reduction=fast"),
         (["job=line", "train.precision=float64", "optimizer=adam"], "optimizer=adamw"),
         (["job=line", "train.precision=bfloat16"], r"train\.precision=float16"),
-        (["job=line", "engine.jit_level=O2"], r"engine\.jit_level"),
+        (
+            ["job=line", "engine.jit_level=O2"],
+            r"O2 was for whole graphs .*; try engine\.jit_level=auto",
+        ),
         (["job=line", "engine.mode=pynative", "engine.jit_level=O1"], r"engine\.mode=jit"),
         (["engine.mode=pynative"], r"engine\.mode=pynative .* it is MindSpore's"),
         (["engine.style=framework"], r"engine\.style=framework .* it is MindSpore's"),
