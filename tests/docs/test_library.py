@@ -4,7 +4,12 @@ import subprocess
 
 import pytest
 import torch
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, softplus
+from torch.nn.functional import (
+    binary_cross_entropy_with_logits,
+    cross_entropy,
+    normalize,
+    softplus,
+)
 
 from orchestrator.plan.order import DataOrder
 from tests import warm
@@ -136,6 +141,24 @@ def test_generator_and_discriminator_take_the_big_batchs_steps(tmp_path):
     rows = ranks("library.md", "gan.py", 2, tmp_path)
     assert [number for row in rows for number in row[:2]] == pytest.approx(_gan(), rel=1e-4)
     assert {row[2] for row in rows} == {2.0}
+
+
+def test_keys_that_are_gathered_with_their_gradient_give_the_big_batchs_steps(tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 50), torch.nn.Tanh(), torch.nn.Linear(50, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    wanted = []
+    for views in torch.randn(5, 2, 60, 20, generator=torch.Generator().manual_seed(1)):
+        queries, keys = (normalize(model(view), dim=1) for view in views)
+        loss = cross_entropy(queries @ keys.T / 0.1, torch.arange(60))
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        wanted += [loss.item(), norm.item()]
+    for processes in (2, 3):
+        rows = ranks("library.md", "contrast.py", processes, tmp_path)
+        assert [number for row in rows for number in row[:2]] == pytest.approx(wanted, rel=1e-4)
 
 
 def test_two_stages_on_two_replicas_clip_and_step_as_the_whole_model_does(tmp_path):
