@@ -60,6 +60,7 @@ KINDS: dict[str, Kind] = {
     "engine": Kind.NUMBERS,
     "engine.bucket_mib": Kind.ROUNDING,
     "engine.shard_optimizer": Kind.ROUNDING,
+    "engine.shard_by": Kind.ROUNDING,
     "engine.shard_model": Kind.ROUNDING,
     "engine.mode": Kind.ROUNDING,
     "engine.jit_level": Kind.ROUNDING,

@@ -163,7 +163,19 @@ MOST_RANKS = 2**20
 SHARDABLE = (
     "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop", "Rprop", "ASGD",
 )  # fmt: skip
-"""Optimizers of torch.optim whose state can be in pieces."""
+"""Optimizers of torch.optim that treat each number by itself, so that their state can be in pieces.
+
+Adagrad has state from the beginning."""
+
+WHOLE = ("Muon", "Adafactor")
+"""Optimizers of torch.optim that step a parameter by all of that parameter."""
+
+
+def steps_whole_parameters(config: Config) -> bool:
+    """Return whether each rank steps whole parameters, where that is known from the settings."""
+    module, _, name = str(config.optimizer.get("_target_", "")).rpartition(".")
+    by_class = module == "torch.optim" and name in WHOLE
+    return config.engine.shard_optimizer and (by_class or config.engine.shard_by == "parameters")
 
 
 class Limit(NamedTuple):
@@ -414,10 +426,18 @@ def _torch(config: Config, *, coupled: bool) -> Iterator[str]:
             f"loss_of_embeddings(); try engine.shard_model=none"
         )
     module, _, name = str(config.optimizer.get("_target_", "")).rpartition(".")
-    if config.engine.shard_optimizer and module == "torch.optim" and name not in SHARDABLE:
+    known = (*SHARDABLE, *WHOLE)
+    by_class = config.engine.shard_by == "auto"
+    if config.engine.shard_optimizer and by_class and module == "torch.optim" and name not in known:
         yield (
-            f"engine.shard_optimizer=true is not available with optimizer._target_={module}.{name},"
-            f" which does not treat each number by itself; there are {', '.join(SHARDABLE)}"
+            f"engine.shard_optimizer=true does not know optimizer._target_={module}.{name}; it "
+            f"knows {', '.join(known)}. If it steps each parameter by that parameter alone, state "
+            "engine.shard_by=parameters"
+        )
+    if not (by_class or config.engine.shard_optimizer):
+        yield (
+            f"engine.shard_by={config.engine.shard_by} says how the optimizer is sharded; add "
+            "engine.shard_optimizer=true, or leave it out"
         )
     if config.run.survive:
         yield from _survive_on_torch(config)

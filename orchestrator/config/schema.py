@@ -247,6 +247,7 @@ class EngineConfig:
     jit_level: str = choice("auto", "O0", "O1", "O2")
     style: str = choice("own", "framework")
     shard_optimizer: bool = False
+    shard_by: str = choice("auto", "parameters")
     shard_model: str = choice("none", "node", "all")
 
     @property

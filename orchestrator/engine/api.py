@@ -44,6 +44,8 @@ class AccumulationOptions:
         shard_optimizer: each rank keeps and steps 1/R of the optimizer, for reduction="fast".
             Parameters move into flat buffers, and `optimizer` holds pieces of them
             from then on: save it with `optimizer_state`. After a boundary every `.grad` is None.
+        shard_by: "auto": the optimizer's class decides whether its parameters are cut into pieces
+            or owned whole; "parameters": each is owned whole. See `engine.torch.owners`.
         overlap: send buckets during the last backward; False sends them at the boundary.
         silent: refuse collectives on the group between boundaries. False sends buckets at the
             boundary, too.
@@ -58,6 +60,7 @@ class AccumulationOptions:
     on_non_finite: str = "stop"
     precision: str = "float32"
     shard_optimizer: bool = False
+    shard_by: str = "auto"
     overlap: bool = True
     silent: bool = True
     broadcast: bool = False

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from orchestrator.config.rules import steps_whole_parameters
 from orchestrator.config.schema import (
     DEFAULT_BASE_LR,
     Config,
@@ -381,7 +382,11 @@ def _traffic(config: Config, known: JobFacts, split: Split) -> Traffic:
         sharded=engine.shard_optimizer,
         early=known.framework != "mindspore",
     )
-    known_ahead = accumulation.reduction == "fast" and engine.shard_model == "none"
+    known_ahead = (
+        accumulation.reduction == "fast"
+        and engine.shard_model == "none"
+        and not steps_whole_parameters(config)  # buckets depend on the parameters' sizes
+    )
     summed = parameters if known_ahead else None
     collectives, sent = wire.collectives(summed), wire.bytes_sent(summed)
     extra = known.extra_collectives

@@ -62,6 +62,22 @@ class InProcessGroup(BaseGroup):
 
         return self._start("all_gather", flat, finish)
 
+    def _start_uneven_gather(self, tensor: Tensor, pieces: list[Tensor]) -> Work:
+        def finish(given: dict[int, Any]) -> None:
+            for rank, piece in enumerate(pieces):
+                piece.copy_(given[rank][0])
+
+        operation = f"all_gather of pieces of {tensor.numel()} {tensor.dtype}"
+        return self._start(operation, [pieces[self.rank].clone()], finish)
+
+    def _start_uneven_reduce_scatter(self, pieces: list[Tensor]) -> Work:
+        def finish(given: dict[int, Any]) -> None:
+            sum_into(pieces[self.rank], [given[rank][self.rank] for rank in range(self.size)])
+
+        sizes = [piece.numel() for piece in pieces]
+        given = [piece.clone() for piece in pieces]
+        return self._start(f"reduce_scatter_sum of {sizes}", given, finish)
+
     def _start_exchange(
         self, received: Tensor, sent: Tensor, receive_counts: list[int], send_counts: list[int]
     ) -> Work:

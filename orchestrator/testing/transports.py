@@ -101,6 +101,19 @@ def exchanges_pieces_with_all_to_all(group: BaseGroup) -> None:
     expect(received.tolist(), wanted, "pieces of all_to_all")
 
 
+def moves_pieces_of_any_size(group: BaseGroup) -> None:
+    """Test a reduce-scatter and a gather of pieces that are not equal, one of them empty."""
+    sizes = [3 * rank for rank in range(group.size)]
+    first = sum(sizes[: group.rank])
+    whole = torch.arange(float(sum(sizes)), device=group.device)
+    mine = whole[first : first + sizes[group.rank]]
+    group.reduce_scatter_sum_async(mine, whole, sizes).wait()
+    wanted = [float(group.size * n) for n in range(sum(sizes))]
+    expect(mine.tolist(), wanted[first : first + len(mine)], "a sum of uneven pieces")
+    group.gather_in_place_async(whole, sizes).wait()
+    expect(whole.tolist(), wanted, "gathered uneven pieces")
+
+
 def collectives_have_true_adjoints(group: BaseGroup) -> None:
     """Test the collectives inside models: their gradients, and the gradients of these."""
     sizes = [rank + 1 for rank in range(group.size)]
@@ -127,7 +140,8 @@ def an_update_equals_that_of_one_big_batch(group: BaseGroup) -> None:
     """Test `Accumulator` over uneven parts, with each of its reductions."""
     draw = torch.Generator().manual_seed(1)
     x = torch.randn(SAMPLES, 3, generator=draw, dtype=torch.float64)
-    for options in ({}, {"shard_optimizer": True}, {"reduction": "reproducible"}):
+    owned = {"shard_optimizer": True, "shard_by": "parameters"}
+    for options in ({}, {"shard_optimizer": True}, owned, {"reduction": "reproducible"}):
         mine = x.tensor_split(group.size)[group.rank]
         found = _after_an_update(group, mine, **options)
         wanted = _after_an_update(None, x)
@@ -156,6 +170,7 @@ TORCH_CHECKS: tuple[Callable[[BaseGroup], None], ...] = (
     accepts_every_dtype_and_stride,
     separates_concurrent_sums,
     exchanges_pieces_with_all_to_all,
+    moves_pieces_of_any_size,
     collectives_have_true_adjoints,
     an_update_equals_that_of_one_big_batch,
 )

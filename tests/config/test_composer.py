@@ -210,7 +210,7 @@ def test_a_sweep_with_a_wrong_point_starts_none_and_says_all_that_is_wrong(tmp_p
         ),
         (
             [*SHARDED, "~optimizer", "+optimizer._target_=torch.optim.Adagrad"],
-            "there are SGD, Adam",
+            "it knows SGD, Adam",
         ),
     ],
 )

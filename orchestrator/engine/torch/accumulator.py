@@ -69,6 +69,13 @@ from orchestrator.engine.torch.consistency_checks import check_same_start, repli
 from orchestrator.engine.torch.group import BaseGroup, gather_numbers, ranks_where, to_floats
 from orchestrator.engine.torch.model import Precision, check_optimizer, learning_rate_of
 from orchestrator.engine.torch.model_parts import ModelParts
+from orchestrator.engine.torch.owners import (
+    Ownership,
+    needs_whole_parameters,
+    ownership,
+    step_cost,
+    whole_parameters,
+)
 from orchestrator.engine.torch.reducer import FastReduction
 from orchestrator.engine.torch.reproducible import ReproducibleReduction
 from orchestrator.engine.torch.sharding import OptimizerShard, ShardedReduction, check_shardable
@@ -90,11 +97,22 @@ if TYPE_CHECKING:
 
 
 def _fully_sharded(
-    model: Any, trained: Named, group: BaseGroup, options: AccumulationOptions
+    model: Any,
+    trained: Named,
+    optimizer: Optimizer,
+    group: BaseGroup,
+    options: AccumulationOptions,
 ) -> FullySharded | None:
     """Return the copies of a model that `fully_shard` has sharded; None for any other."""
     if not (isinstance(model, Module) and is_fully_sharded(model)):
         return None
+    if needs_whole_parameters(optimizer):
+        raise ConfigError(
+            f"{type(optimizer).__name__} steps whole parameters, and fully_shard() has cut this "
+            "model's into shards: leave fully_shard() out and take shard_optimizer=True "
+            "(engine.shard_model=none engine.shard_optimizer=true), which gives each parameter to "
+            "one rank"
+        )
     if options.reduction != "fast" or options.shard_optimizer:
         raise ConfigError(
             "a model that fully_shard() has sharded takes reduction='fast' and no "
@@ -111,6 +129,7 @@ def _reduction_for(
     group: BaseGroup,
     options: AccumulationOptions,
     fully_sharded: FullySharded | None,
+    owners: Ownership,
 ) -> FastReduction | ReproducibleReduction:
     """Build the reduction of these options, with its buffers.
 
@@ -131,8 +150,11 @@ def _reduction_for(
     if fully_sharded is not None:
         return fully_sharded.reduction(parameters, bucket_bytes)
     if sharded and (group.size > 1 or any(p.dtype in HALVES for _, p in parameters)):
-        buffers = GradientBuffers(parameters, pad_to=group.size, move_weights=True)
-        return ShardedReduction(buffers, group, bucket_bytes, overlap=overlap)
+        together = [bucket.members for bucket in owners.buckets]
+        buffers = GradientBuffers(
+            parameters, pad_to=group.size, move_weights=True, together=together
+        )
+        return ShardedReduction(buffers, group, bucket_bytes, overlap=overlap, owners=owners)
     if reduction == "reproducible":
         buffers = GradientBuffers(parameters, pad_to=group.size)
         return ReproducibleReduction(buffers, group)
@@ -191,7 +213,7 @@ class Accumulator:
         self.optimizer = check_optimizer(optimizer, "the optimizer")
         named, trained = check_supported(self.model, self.optimizer)
         _refuse_shared(trained)
-        self.fully_sharded = _fully_sharded(self.model, trained, group, options)
+        self.fully_sharded = _fully_sharded(self.model, trained, optimizer, group, options)
         replicate_group = self.fully_sharded.replicate_group if self.fully_sharded else group
         ranks = self.fully_sharded.replicate_ranks if self.fully_sharded else range(group.size)
         check_same_start(group, self.model, named, optimizer, options, replicate_group, ranks)
@@ -201,10 +223,14 @@ class Accumulator:
         self.precision = Precision(options.precision, trained[0][1].device)
         self.learning_rate = learning_rate_of(optimizer)
         self._policy = UpdatePolicy(options, self.precision, partial(gather_numbers, group))
+        owners = Ownership()
         if options.shard_optimizer:
+            whole = whole_parameters(optimizer, trained, options.shard_by)
+            cost = step_cost(optimizer)
+            owners = ownership(trained, whole, group.size, options.bucket_bytes, cost)
             buffers = self.model.named_buffers() if isinstance(self.model, Module) else ()
             check_shardable(optimizer, trained, [*named, *buffers])
-        self._reduction = _reduction_for(trained, group, options, self.fully_sharded)
+        self._reduction = _reduction_for(trained, group, options, self.fully_sharded, owners)
         self._used = UsedParameters(self.buffers.used, group)
         self._shard = None
         if isinstance(self._reduction, ShardedReduction):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter, is_, ne, or_
@@ -123,9 +123,10 @@ def as_sharded(view: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _parameters_of_buffers(
-    parameters: Named,
+    parameters: Named, apart: Collection[int]
 ) -> dict[tuple[torch.device, torch.dtype], list[int]]:
-    """Return the numbers of the parameters in each buffer, which are of one device and dtype.
+    """Return the numbers of the parameters in each buffer, which are of one device and dtype; those
+    `apart` are left out.
 
     They are in reverse, an order that a backward comes near to, but those of odd sizes come last:
     so all others begin at multiples of 16 numbers, as vectorized kernels want them, although
@@ -142,7 +143,8 @@ def _parameters_of_buffers(
                 f"parameter {name} is {parameter.dtype}; gradients need a floating dtype of 16 "
                 "bits or more"
             )
-        found.setdefault((parameter.device, kind), []).append(number)
+        if number not in apart:
+            found.setdefault((parameter.device, kind), []).append(number)
     for members in found.values():  # pairs of reals have to begin at even places
         members.sort(key=lambda number: not parameters[number][1].is_complex())
     return found
@@ -208,12 +210,15 @@ class GradientBuffers:
         pad_to: each buffer is allocated in multiples of this; the padding is never reduced as
             gradient, and zero in a window.
         move_weights: also move the parameters into flat buffers, `weights`, and make them views.
+        together: numbers of parameters that lie in a buffer of their own, in this order and without
+            padding; these buffers come last.
 
     Attributes:
         weights: the parameters' own numbers in the same layout, where they were moved.
         flats: the buffers, padding included. The trailer ends the payload of the last one.
         payloads: their meaningful parts: gradients, in the last one the trailer as well.
         flat_grads: their gradients alone.
+        shared: how many buffers there are before those of `together`.
         parameters, slots, views: one for each, in the order of `parameters`.
         trailer: the trailer's numbers.
         hook_counts: of each view the version at the window's start, plus one for each gradient that
@@ -230,15 +235,21 @@ class GradientBuffers:
         metric_count: int | None = None,
         pad_to: int = 1,
         move_weights: bool = False,
+        together: Sequence[Sequence[int]] = (),
     ) -> None:
         trailer = 0 if metric_count is None else trailer_numbers(metric_count)
         local = [(name, local_part(parameter)) for name, parameter in parameters]
-        numbers_in = _parameters_of_buffers(local)
+        apart = {number for members in together for number in members}
+        numbers_in = list(_parameters_of_buffers(local, apart).items())
+        self.shared = len(numbers_in)
+        for members in together:
+            first = local[members[0]][1]
+            numbers_in.append(((first.device, first.real.dtype), list(members)))
         self.flats: list[Tensor] = []
         self.weights: list[Tensor] = []
         self._ends: list[tuple[int, int]] = []  # of each one's gradients, and of its payload
         slots: dict[int, GradientSlot] = {}
-        for buffer, ((device, kind), members) in enumerate(numbers_in.items()):
+        for buffer, ((device, kind), members) in enumerate(numbers_in):
             start = 0
             for number in members:
                 name, parameter = local[number]
@@ -247,7 +258,8 @@ class GradientBuffers:
                 start += count
             length = start + (trailer if buffer == len(numbers_in) - 1 else 0)
             self._ends.append((start, length))
-            length = -(-length // pad_to) * pad_to
+            if buffer < self.shared:
+                length = -(-length // pad_to) * pad_to
             if move_weights:  # first, so that the old ones are freed before gradients take memory
                 weights = torch.zeros(length, dtype=kind, device=device)
                 for number in members:

@@ -164,34 +164,45 @@ class BaseGroup(Group):
             start += count
         return out
 
-    def gather_in_place_async(self, tensor: Tensor) -> Work:
+    def gather_in_place_async(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> Work:
         """Start to fill `tensor`, of which every rank has one piece, with all pieces.
 
         Args:
-            tensor: flat, real and contiguous: R equal pieces, of which this rank's, the one of its
+            tensor: flat, real and contiguous: R pieces, of which this rank's, the one of its
                 number, holds what the others are to get. Leave it alone until `wait()`.
+            sizes: of the pieces, where they are not equal.
         """
-        pieces = list(tensor.chunk(self.size))
         self._admit("all_gather", (self.size - 1) * tensor.nbytes)
         if self.size == 1:
             return ChainedWork()
-        return self._start_gather_in_place(tensor, pieces)
+        if sizes is None:
+            return self._start_gather_in_place(tensor, list(tensor.chunk(self.size)))
+        return self._start_uneven_gather(tensor, list(tensor.split(list(sizes))))
 
     def reduce_scatter_sum_async(
-        self, out: Tensor, tensor: Tensor, *, in_window: bool = False
+        self,
+        out: Tensor,
+        tensor: Tensor,
+        sizes: Sequence[int] | None = None,
+        *,
+        in_window: bool = False,
     ) -> Work:
         """Start to fill `out` with the sum over ranks of this rank's piece of their `tensor`.
 
         Args:
-            out: one piece; it may be the one of this rank's number in `tensor` itself.
-            tensor: flat, real and contiguous: R equal pieces, the q-th for rank q. Leave both alone
+            out: one piece; it may be the one of this rank's number in `tensor` itself, and must be
+                where `sizes` are given.
+            tensor: flat, real and contiguous: R pieces, the q-th for rank q. Leave both alone
                 until `wait()`; the rest of `tensor` is undefined then.
+            sizes: of the pieces, where they are not equal.
         """
         sent = (self.size - 1) * tensor.nbytes
         self._admit("reduce_scatter_sum", sent, in_window=in_window)
         if self.size == 1:
             return ChainedWork(after=lambda: out.copy_(tensor))
-        return self._start_reduce_scatter(out, tensor)
+        if sizes is None:
+            return self._start_reduce_scatter(out, tensor)
+        return self._start_uneven_reduce_scatter(list(tensor.split(list(sizes))))
 
     def all_to_all(self, received: Tensor, tensor: Tensor, *, counts: Sequence[int]) -> None:
         """Send to rank q the q-th piece of `tensor`; get every rank's piece for this rank.
@@ -236,7 +247,13 @@ class BaseGroup(Group):
         return self._start_gather(pieces, pieces[self.rank])
 
     @abstractmethod
+    def _start_uneven_gather(self, tensor: Tensor, pieces: list[Tensor]) -> Work: ...
+    @abstractmethod
     def _start_reduce_scatter(self, out: Tensor, tensor: Tensor) -> Work: ...
+    @abstractmethod
+    def _start_uneven_reduce_scatter(self, pieces: list[Tensor]) -> Work:
+        """The sum is for this rank's piece."""
+
     @abstractmethod
     def _start_exchange(
         self, received: Tensor, sent: Tensor, receive_counts: list[int], send_counts: list[int]

@@ -481,6 +481,12 @@ def check_optimizer(optimizer: Any, spelled: str) -> Optimizer:
         )
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"{spelled} gives a {type(optimizer).__name__}, not a torch Optimizer")
+    if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+        raise ConfigError(
+            f"{spelled} gives a ZeroRedundancyOptimizer, whose step communicates by itself: give "
+            "the optimizer within, and engine.shard_optimizer=true (in a script "
+            "shard_optimizer=True) shards it"
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError(f"{spelled} needs a closure, which accumulated gradients do not have")
     if isinstance(optimizer, torch.optim.SparseAdam):

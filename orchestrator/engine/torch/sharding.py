@@ -2,9 +2,10 @@
 
 Parameters move into flat buffers with the gradient's layout and become views of them, so a bucket
 of weights is one slice, as a bucket of the gradient is. Rank r owns segment r of each bucket. The
-parts of a parameter in its segments (pieces) replace the parameter in the optimizer. Pieces of
-float16 and bfloat16 parameters are float32 masters, which a step is rounded from, so that steps too
-small for the parameter's dtype add up all the same.
+parts of a parameter in its segments (pieces) replace the parameter in the optimizer; a parameter
+that an optimizer needs whole lies in one segment (`owners`), and is one piece. Pieces of float16
+and bfloat16 parameters are float32 masters, which a step is rounded from, so that steps too small
+for the parameter's dtype add up all the same.
 
     [Rajbhandari et al. 2020, ZeRO, stage 1 and the gradient's half of stage 2, arXiv 1910.02054]
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 import copy
 import json
 import weakref
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ from torch.optim import Optimizer
 
 from orchestrator.config.rules import SHARDABLE
 from orchestrator.engine.common.boundary import WIDE, Trailer
+from orchestrator.engine.common.packing import unpack
 from orchestrator.engine.torch.buffers import (
     GradientBuffers,
     GradientSlot,
@@ -38,33 +40,26 @@ from orchestrator.engine.torch.group import (
     gather_numbers,
     gather_texts,
 )
+from orchestrator.engine.torch.owners import Ownership
 from orchestrator.engine.torch.reducer import FastReduction, GradientNorm
-from orchestrator.engine.torch.state import MASTER, restore_optimizer
+from orchestrator.engine.torch.state import MASTER, pack, restore_optimizer
 from orchestrator.errors import ConfigError, JobError, StateLost
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = tuple(getattr(optim, name) for name in SHARDABLE)
-"""These classes only: a subclass may look at norms or shapes.
-
-Adagrad has state from the beginning, Adafactor and Muon look at matrices."""
+"""These classes only: a subclass may look at norms or shapes."""
 
 SCALARS = ("step", "mu_product", "eta", "mu")
 """State that these keep once for a parameter. All other state has the parameter's shape."""
 
 
 def check_shardable(optimizer: Optimizer, trained: Named, tensors: Named) -> None:
-    """Raise `ConfigError` for an optimizer that cannot be stepped in pieces.
+    """Raise `ConfigError` for an optimizer that cannot be sharded.
 
     Args:
         optimizer: over the `trained` parameters, and perhaps some that are not.
         tensors: all parameters and buffers of the model.
     """
     kind = type(optimizer)
-    if kind not in ELEMENTWISE:
-        raise ConfigError(
-            f"engine.shard_optimizer=true steps pieces of parameters, and {kind.__module__}."
-            f"{kind.__qualname__} may need them whole; it works with torch.optim's "
-            f"{', '.join(SHARDABLE)}. Use one of these, or engine.shard_optimizer=false"
-        )
     if optimizer.defaults.get("differentiable"):
         raise ConfigError("engine.shard_optimizer=true is not available with differentiable=True")
     if any(optimizer.state.values()):
@@ -138,10 +133,12 @@ class ShardedReduction(RowReduction):
     """A reduction that leaves each rank with the sum of its segments.
 
     Args:
-        buffers: padded to a multiple of the ranks.
+        buffers: padded to a multiple of the ranks, but for those of whole parameters.
+        owners: of whole parameters, each bucket of which is a buffer.
 
     Attributes:
         owned: this rank's segment of each bucket.
+        sizes: of the segments of each bucket, in the order of ranks; None where they are equal.
     """
 
     def __init__(
@@ -151,22 +148,41 @@ class ShardedReduction(RowReduction):
         bucket_bytes: int | None,
         *,
         overlap: bool,
+        owners: Ownership,
     ) -> None:
-        slices = bucket_slices(buffers.flats, bucket_bytes, multiple_of=group.size)
+        self.owners = owners
+        shared = buffers.flats[: buffers.shared]
+        slices = bucket_slices(shared, bucket_bytes, multiple_of=group.size)
+        sizes: list[list[int] | None] = [None] * len(slices)
+        for buffer, bucket in enumerate(owners.buckets, start=buffers.shared):
+            slices.append((buffer, 0, buffers.flats[buffer].numel()))
+            segments = [0] * group.size
+            for number, owner in zip(bucket.members, bucket.owners, strict=True):
+                segments[owner] += buffers.slots[number].count
+            sizes.append(segments)
+        if owners.buckets:  # a backward reaches parameters from the last to the first
+            firsts = [
+                min(n for n, slot in enumerate(buffers.slots) if any(slot.ranges_in([bucket])))
+                for bucket in slices
+            ]
+            order = sorted(range(len(slices)), key=lambda number: -firsts[number])
+            slices, sizes = [slices[n] for n in order], [sizes[n] for n in order]
         owned: list[Slice] = []
-        for buffer, start, end in slices:
-            length = (end - start) // group.size
-            first = start + group.rank * length
-            owned.append((buffer, first, first + length))
+        for (buffer, start, end), segments in zip(slices, sizes, strict=True):
+            lengths = segments or [(end - start) // group.size] * group.size
+            first = start + sum(lengths[: group.rank])
+            owned.append((buffer, first, first + lengths[group.rank]))
         super().__init__(buffers, group, slices, owned=owned, overlap=overlap)
-        self._all_ranks = group
+        self._all_ranks, self.sizes = group, sizes
 
     def _send_next(self) -> None:
         number = len(self._in_flight)
         buffer, start, end = self.owned[number]
         segment, bucket = self.buffers.flats[buffer][start:end], self._buckets[number]
         self._in_flight.append(
-            self._group.reduce_scatter_sum_async(segment, bucket, in_window=True)
+            self._group.reduce_scatter_sum_async(
+                segment, bucket, self.sizes[number], in_window=True
+            )
         )
 
 
@@ -175,19 +191,21 @@ class ShardedReduction(RowReduction):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """A parameter's numbers from `start` on, n of them.
+    """A parameter's numbers from `start` on, n of them; or all of them, in the parameter's shape.
 
     Attributes:
         weight: shape (n), a leaf that the optimizer steps: it shares the parameter's memory, or is
             the master of `rounded`.
         gradient: shape (n), in the flat gradient.
         rounded: shape (n), shares the parameter's memory, where `weight` is a master.
+        is_whole: it is a whole parameter, whose state may have any shape.
     """
 
     start: int
     weight: Tensor
     gradient: Tensor
     rounded: Tensor | None = None
+    is_whole: bool = False
 
 
 Layout = dict[int, dict[str, tuple[str, Any]]]
@@ -210,19 +228,26 @@ class OptimizerShard:
     def __init__(self, optimizer: Optimizer, reduction: ShardedReduction, group: BaseGroup) -> None:
         self._optimizer, self._group = optimizer, group
         self._slices, buffers = reduction.slices, reduction.buffers
+        self._sizes, self._owner_of = reduction.sizes, reduction.owners.owner_of
         self._slots, self._flats = buffers.slots, buffers.flats
         self.flat_grads = reduction.reduced
         self._addresses = [slot.parameter.data_ptr() for slot in self._slots]
         self._weights = [buffers.weights[buffer][start:end] for buffer, start, end in self._slices]
         # Of each parameter; none for many of them.
         self._pieces: list[list[Piece]] = [[] for _ in self._slots]
-        for slot, pieces in zip(self._slots, self._pieces, strict=True):
+        for number, slot in enumerate(self._slots):
+            is_whole = number in self._owner_of
             for start, end in slot.ranges_in(reduction.owned):
                 weight = buffers.weights[slot.buffer][start:end].detach()
                 gradient = buffers.flats[slot.buffer][start:end]
-                rounded = None if weight.dtype == gradient.dtype else weight
-                master = weight.to(gradient.dtype)  # the weight itself where the dtypes are equal
-                pieces.append(Piece(start - slot.start, master, gradient, rounded))
+                if is_whole:
+                    weight = slot.view(buffers.weights[slot.buffer]).detach()
+                    gradient = slot.view(buffers.flats[slot.buffer])
+                # A master's dtype is the gradient's; else it is the weight itself.
+                rounded = None if weight.real.dtype == gradient.real.dtype else weight
+                master = weight.to(gradient.dtype)
+                pieces = self._pieces[number]
+                pieces.append(Piece(start - slot.start, master, gradient, rounded, is_whole))
         self._whole = [list(g["params"]) for g in optimizer.param_groups]
         numbers = {id(slot.parameter): number for number, slot in enumerate(self._slots)}
         # The numbers of the parameters in each group, None for those that are not trained.
@@ -303,7 +328,8 @@ class OptimizerShard:
         # Not while the next forward computes: code that reads weights outside of their layer's own
         # forward, such as an average of weights, would get those of before, in silence. It takes
         # 1.6 % of a window of 4 micro-steps, 0.4 % of 16 (transformer, two ranks, loopback gloo).
-        for work in [self._group.gather_in_place_async(bucket) for bucket in self._weights]:
+        buckets = zip(self._weights, self._sizes, strict=True)
+        for work in [self._group.gather_in_place_async(*bucket) for bucket in buckets]:
             work.wait()
 
     def release(self) -> None:
@@ -371,7 +397,45 @@ class OptimizerShard:
                         broadcast_tensors(left, [segment], source)
                 if is_kept:
                     whole[kind][start:end] = bucket
-        return self._assemble(layout, whole) if is_kept else None
+        owned = self._gather_owned(group, sources or range(group.size), is_kept=is_kept)
+        return self._assemble(layout, whole, owned) if is_kept else None
+
+    def _gather_owned(
+        self, group: BaseGroup, sources: Sequence[int], *, is_kept: bool
+    ) -> dict[int, dict[str, Any]]:
+        """Return the states of whole parameters, on the CPU, by their numbers; none on ranks that
+        keep none. Collective. Takes one tensor of memory on each rank.
+
+        Args:
+            sources: the rank in `group` of each owner.
+        """
+        if not self._owner_of:
+            return {}
+        own: dict[int, dict[str, Tensor]] = {}
+        told: dict[int, Any] = {}
+        for number, pieces in enumerate(self._pieces):
+            for piece in (piece for piece in pieces if piece.is_whole):
+                own[number] = {}
+                packed = pack(dict(self._state_of(piece)), own[number], "")
+                shapes = {path: (_dtype_name(t), list(t.shape)) for path, t in own[number].items()}
+                told[number] = packed, shapes
+        owned: dict[int, dict[str, Any]] = {}
+        for source, text in enumerate(gather_texts(group, json.dumps(told))):
+            for number, (packed, shapes) in ((int(n), v) for n, v in json.loads(text).items()):
+                assert source == sources[self._owner_of[number]]  # noqa: S101  # by construction
+                tensors: dict[str, Tensor] = {}
+                for path, (dtype, shape) in shapes.items():
+                    tensor = own.get(number, {}).get(path)
+                    if tensor is None:
+                        kind = getattr(torch, dtype)
+                        tensor = torch.empty(shape, dtype=kind, device=group.device)
+                    sent = tensor.detach().to(group.device).contiguous()
+                    broadcast_tensors(group, [sent], source)
+                    if is_kept:
+                        tensors[path] = sent.to("cpu", copy=True)
+                if is_kept and packed:
+                    owned[number] = unpack(packed, tensors)
+        return owned
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Load this rank's part of the state of a whole optimizer. Not collective.
@@ -390,9 +454,20 @@ class OptimizerShard:
             for number, saved_as in zip(numbers, group["params"], strict=True):
                 if number is None or not self._pieces[number]:
                     continue
-                state = _flat_state(self._slots[number], saved["state"].get(saved_as) or {})
+                state: dict[str, Any] = saved["state"].get(saved_as) or {}
+                if state and number not in self._owner_of:
+                    state = _flat_state(self._slots[number], state)
                 for piece in self._pieces[number]:
-                    if state:
+                    if state and piece.is_whole:
+                        mine = {
+                            key: _at_least_as_wide(copy.deepcopy(value), piece.weight)
+                            for key, value in state.items()
+                        }
+                        master = mine.pop(MASTER, None)
+                        if master is not None and piece.rounded is not None:
+                            piece.weight.copy_(master)
+                        states[index] = mine
+                    elif state:
                         end = piece.start + piece.weight.numel()
                         mine = {
                             key: value[piece.start : end].to(
@@ -421,11 +496,11 @@ class OptimizerShard:
         """
         mine: Layout = {}
         for number, pieces in enumerate(self._pieces):
-            for key, value in self._state_of(pieces[0]).items() if pieces else ():
+            is_cut = bool(pieces) and not pieces[0].is_whole
+            for key, value in self._state_of(pieces[0]).items() if is_cut else ():
                 said = "", value
                 if isinstance(value, Tensor):
-                    dtype = str(value.dtype).removeprefix("torch.")
-                    said = dtype, None if _is_elementwise(key, value) else value.item()
+                    said = _dtype_name(value), None if _is_elementwise(key, value) else value.item()
                 mine.setdefault(number, {})[key] = said
         layout: Layout = {}
         for text in gather_texts(group, json.dumps(mine)):
@@ -439,7 +514,10 @@ class OptimizerShard:
         return state if piece.rounded is None else {**state, MASTER: piece.weight}
 
     def _assemble(
-        self, layout: Layout, whole: Mapping[tuple[int, str, str], Tensor]
+        self,
+        layout: Layout,
+        whole: Mapping[tuple[int, str, str], Tensor],
+        owned: Mapping[int, dict[str, Any]],
     ) -> dict[str, Any]:
         """Return a `state_dict()` as that of an optimizer that is not sharded."""
         states: dict[int, dict[str, Any]] = {}
@@ -450,6 +528,8 @@ class OptimizerShard:
             groups.append({**group, "params": list(indices)})
             first = indices.stop
             for index, number in zip(indices, numbers, strict=True):
+                if number is not None and number in owned:
+                    states[index] = owned[number]
                 if number is None or number not in layout:
                     continue
                 slot, state = self._slots[number], dict[str, Any]()
@@ -461,6 +541,17 @@ class OptimizerShard:
                         state[key] = torch.tensor(value, dtype=getattr(torch, dtype))
                 states[index] = state
         return {"state": states, "param_groups": groups}
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _at_least_as_wide(value: Any, weight: Tensor) -> Any:
+    """Return a tensor of the weight's shape in a dtype that loses nothing; all else as it is."""
+    if isinstance(value, Tensor) and value.shape == weight.shape:
+        return value.to(torch.promote_types(value.dtype, weight.dtype))
+    return value
 
 
 def _is_elementwise(key: str, value: Any) -> bool:

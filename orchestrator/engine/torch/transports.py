@@ -172,6 +172,17 @@ class PairwiseExchange:
         self._started = []
 
 
+class SeveralWorks:
+    """Works of a transport that are waited for as one."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self, *timeout: Any) -> None:
+        for work in self._works:
+            work.wait(*timeout)
+
+
 # ------------------------------------------------------------------ TorchGroup
 
 
@@ -347,6 +358,28 @@ class TorchGroup(BaseGroup):
             "all_gather", lambda both: self._group._allgather_base(*both), tensor, mine
         )
 
+    def _start_uneven_gather(self, tensor: Tensor, pieces: list[Tensor]) -> Work:
+        if self._sends_directly(tensor):
+            mine = pieces[self.rank]
+            return self._start_pairwise("all_gather", pieces, [mine] * self.size)
+        return self._start_each("all_gather", pieces, self._group.broadcast)
+
+    def _start_each(
+        self, operation: str, pieces: Sequence[Tensor], call: Callable[..., Any]
+    ) -> Work:
+        """Start a collective with a root for each rank's piece: no backend has them for pieces that
+        are not equal.
+        """
+        pieces_by_root = [(root, piece) for root, piece in enumerate(pieces) if piece.numel()]
+        self._parts_of_one += len(pieces_by_root) - 1
+        return self._start(
+            operation,
+            lambda views: SeveralWorks(
+                [call(view, root) for (root, _), view in zip(pieces_by_root, views, strict=True)]
+            ),
+            *(piece for _, piece in pieces_by_root),
+        )
+
     def _sends_directly(self, tensor: Tensor) -> bool:
         """Return whether ranks exchange pieces of it by send and receive.
 
@@ -369,18 +402,36 @@ class TorchGroup(BaseGroup):
                 out,
                 tensor,
             )
-        # Gloo's own sends as many bytes as an all-reduce and takes longer. Here each rank sends the
-        # others their pieces, and adds up what it receives in rank order. That needs extra memory,
-        # of two tensors at most, which is kept: a third exchange waits for the oldest.
+        return self._start_summing_exchange(out, list(tensor.chunk(self.size)))
+
+    def _start_uneven_reduce_scatter(self, pieces: list[Tensor]) -> Work:
+        if self._sends_directly(pieces[0]):
+            return self._start_summing_exchange(pieces[self.rank], pieces)
+
+        def reduce(view: Tensor, root: int) -> Any:
+            options = dist.ReduceOptions()
+            options.rootRank = root
+            return self._group.reduce([view], options)
+
+        return self._start_each("reduce_scatter_sum", pieces, reduce)
+
+    def _start_summing_exchange(self, out: Tensor, pieces: list[Tensor]) -> Work:
+        """Start a reduce-scatter of gloo.
+
+        Gloo's own sends as many bytes as an all-reduce and takes longer. Here each rank sends the
+        others their pieces, and adds up what it receives in rank order. That needs extra memory, of
+        two tensors at most, which is kept: a third exchange waits for the oldest.
+        """
         while self._summing and (not self._memory or self._summing[0].after is None):
             self._summing.popleft().wait()
-        pieces = tensor.chunk(self.size)
-        needed = (self.size - 1) * pieces[self.rank].nbytes
+        mine = pieces[self.rank]
+        needed = (self.size - 1) * mine.nbytes
         memory = self._memory.pop()
         if memory.numel() < needed:
-            memory = torch.empty(needed, dtype=torch.uint8, device=tensor.device)
-        parts = list(memory[:needed].view(tensor.dtype).chunk(self.size - 1))
-        parts.insert(self.rank, pieces[self.rank])
+            memory = torch.empty(needed, dtype=torch.uint8, device=mine.device)
+        received = memory[:needed].view(mine.dtype)
+        parts = list(received.view(self.size - 1, mine.numel()).unbind())
+        parts.insert(self.rank, mine)
 
         def add_up() -> None:
             sum_into(out, parts)

@@ -264,6 +264,7 @@ def test_survivors_go_on_although_their_caches_have_other_sizes():
 SHARDED = {
     "optimizer": {"name": "adam"}, "shard_optimizer": True, "survive": True, "clip_norm": 1.0,
 }  # fmt: skip
+OWNED = SHARDED | {"shard_by": "parameters"}
 
 
 def saving(folder, saved):
@@ -278,16 +279,16 @@ def saving(folder, saved):
     return save
 
 
-def of_a_checkpoint(folder, savers, loaders):
+def of_a_checkpoint(folder, savers, loaders, settings=SHARDED):
     """The weights after five updates: two by `savers`, and three by `loaders` from a checkpoint."""
     saved = {}
-    begun(savers, saving(folder, saved), settings=SHARDED)
+    begun(savers, saving(folder, saved), settings=settings)
 
     def go_on(engine, rank):
         engine.load_state(folder, saved)
         train(engine, range(2, 5))
 
-    return begun(loaders, go_on, settings=SHARDED)[0].weights_sha256()
+    return begun(loaders, go_on, settings=settings)[0].weights_sha256()
 
 
 def in_the_window(engine):
@@ -299,8 +300,8 @@ def before_weights_come(engine):
     group = engine.accumulator.group
     gather = group.gather_in_place_async
 
-    def lost(tensor):
-        gather(tensor).wait()  # the others are not to wait for ever
+    def lost(*bucket):
+        gather(*bucket).wait()  # the others are not to wait for ever
         raise PeerLost("gone")
 
     group.gather_in_place_async = lost
@@ -308,10 +309,11 @@ def before_weights_come(engine):
         train(engine, [2])
 
 
+@pytest.mark.parametrize("settings", [SHARDED, OWNED], ids=["pieces", "owners"])
 @pytest.mark.parametrize("ranks", [3, 1])
-def test_shards_are_cut_anew_for_a_newcomer(tmp_path, ranks):
-    expected = of_a_checkpoint(tmp_path, ranks, ranks + 1)
-    assert {bits for _, bits in joined_by_one(SHARDED, ranks)} == {expected}
+def test_shards_are_cut_anew_for_a_newcomer(tmp_path, ranks, settings):
+    expected = of_a_checkpoint(tmp_path, ranks, ranks + 1, settings)
+    assert {bits for _, bits in joined_by_one(settings, ranks)} == {expected}
 
 
 def test_a_second_loss_while_regrouping_takes_the_state_from_ranks_that_have_it(tmp_path):
@@ -327,10 +329,11 @@ def test_a_second_loss_while_regrouping_takes_the_state_from_ranks_that_have_it(
     assert found == [of_a_checkpoint(tmp_path, 4, 2)] * 2
 
 
+@pytest.mark.parametrize("settings", [SHARDED, OWNED], ids=["pieces", "owners"])
 @pytest.mark.parametrize("left", [(0, 2, 3), (1,)], ids=len)
 @pytest.mark.parametrize("breaks_off", [in_the_window, before_weights_come])
 def test_a_lost_shard_comes_from_a_checkpoint_and_kept_state_is_not_used_before(
-    tmp_path, left, breaks_off
+    tmp_path, left, breaks_off, settings
 ):
     saved = {}
 
@@ -338,7 +341,7 @@ def test_a_lost_shard_comes_from_a_checkpoint_and_kept_state_is_not_used_before(
         saving(tmp_path, saved)(engine, rank)
         breaks_off(engine)
 
-    engines = begun(4, first, settings=SHARDED)
+    engines = begun(4, first, settings=settings)
 
     def again(group, whole):
         engine = engines[left[group.rank]]
@@ -354,4 +357,4 @@ def test_a_lost_shard_comes_from_a_checkpoint_and_kept_state_is_not_used_before(
     run_in_threads(len(left), partial(again, whole=False))
     found = run_in_threads(len(left), partial(again, whole=True))
     (tmp_path / "again").mkdir()
-    assert set(found) == {of_a_checkpoint(tmp_path / "again", 4, len(left))}
+    assert set(found) == {of_a_checkpoint(tmp_path / "again", 4, len(left), settings)}
