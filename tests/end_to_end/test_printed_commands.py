@@ -127,9 +127,9 @@ def reader(tmp_path_factory):
     for name in ("B", "RUN_A", "RUN_B", "runs/one", "runs/first"):
         shutil.copytree(folder / "A", folder / name)
     going = [
-        begin(*held, "run.dir=RUN", "train.updates=150", cwd=folder),
+        begin(*held, "run.dir=RUN", "train.updates=600", cwd=folder),
         begin("-m", *held, "run.dir=SWEEP", "cluster.nodes=1", "cluster.ranks_per_node=1",
-              "train.updates=1,150", "schedule.base_lr=0.1,0.01", "sweep.parallel=4", cwd=folder),
+              "train.updates=1,600", "schedule.base_lr=0.1,0.01", "sweep.parallel=4", cwd=folder),
     ]  # fmt: skip
     with contextlib.ExitStack() as going_on:
         going_on.callback(let_go, slowly, going)
