@@ -21,6 +21,7 @@ MEASUREMENTS = (
     "reproducible",
     "boundary",
     "sharded",
+    "pipeline",
     "checkpoints",
     "survive",
     "scale",

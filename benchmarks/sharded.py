@@ -20,6 +20,7 @@ from orchestrator.engine.torch import Accumulator
 from orchestrator.engine.torch.buffers import GradientBuffers
 from orchestrator.engine.torch.fully_sharded import FullySharded
 from orchestrator.engine.torch.group import BaseGroup
+from orchestrator.engine.torch.owners import Ownership
 from orchestrator.engine.torch.sharding import OptimizerShard, ShardedReduction
 from orchestrator.engine.torch.transports import TorchGroup
 from orchestrator.plan.batch import Batch
@@ -135,7 +136,7 @@ def _build_large(_: BaseGroup, shards: int | None) -> tuple[float, float]:
     resident, began = _mib("VmRSS:"), time.perf_counter()
     if shards is None:
         buffers = GradientBuffers(named, pad_to=MANY, move_weights=True)
-        reduction = ShardedReduction(buffers, group, None, overlap=False)
+        reduction = ShardedReduction(buffers, group, None, overlap=False, owners=Ownership())
         OptimizerShard(torch.optim.AdamW(model.parameters()), reduction, group)
     else:
         FullySharded(model, named, group).reduction(named, None).begin(None)
