@@ -48,6 +48,7 @@ from orchestrator.engine.torch.group import (
 )
 from orchestrator.engine.torch.model import (
     ForwardState,
+    ModuleNumbers,
     advice,
     be_deterministic,
     build_optimizer,
@@ -59,7 +60,6 @@ from orchestrator.engine.torch.model import (
     kept_random_state,
     modes_of,
     moved,
-    numbers_of,
     seed_everything,
     with_norms,
 )
@@ -177,6 +177,8 @@ class TorchEngine(Engine):
         self._restores_forward = settings.survive or bool(self._buffers)
         self._is_first = True  # this process has not ended a window yet
         self._numbers_warned = False
+        self._numbers: ModuleNumbers | None = None
+        self._updates_watched = 0
         self._probed = self._is_sum = False
         self._warnings = norms + machine_warning(self.gather, settings.reduction)
 
@@ -320,13 +322,16 @@ class TorchEngine(Engine):
     def _update_job(self, after_update: Callable[[Module, int], None], update: int) -> None:
         """Call the job after an update, and warn once of numbers that it changes in modules."""
         is_own = getattr(type(self._job), "after_update", None) is not Job.after_update
-        before = numbers_of(self.model) if is_own and not self._numbers_warned else None
+        watches = is_own and not self._numbers_warned
+        if watches:
+            self._updates_watched += 1
+            # New ones are looked for ever more rarely, since that walks through all modules.
+            if self._updates_watched.bit_count() == 1 or self._numbers is None:
+                self._numbers = ModuleNumbers(self.model)
+            self._numbers.note()
         with torch.no_grad():
             after_update(self.model, update)
-        if before is None:
-            return
-        now = numbers_of(self.model)
-        if changed := [name for name, number in before.items() if now.get(name, number) != number]:
+        if watches and self._numbers is not None and (changed := self._numbers.changed()):
             self._numbers_warned = True
             warn(
                 f"after_update() changed {first_few(changed, 3)} of the model, but checkpoints do "

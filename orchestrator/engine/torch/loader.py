@@ -15,12 +15,14 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from orchestrator.engine.api import MicroBatch
 from orchestrator.engine.common.micro_steps import derived_seed
@@ -59,6 +61,41 @@ class _Samples(Dataset[Any]):
         if many is not None:
             return many(list(micro_batch.indices))
         return [self.dataset[index] for index in micro_batch.indices]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows(Dataset[Any]):
+    """Batches of tensors whose rows are samples: one index each, in the place of a call for each
+    sample. Nothing is drawn, so nothing is seeded.
+    """
+
+    tensors: Sequence[Tensor]
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def __getitems__(self, micro_batch: MicroBatch) -> list[Tensor]:
+        """Return what `default_collate` makes of the samples of one micro-batch."""
+        rows = torch.tensor(micro_batch.indices)
+        return [tensor[rows] for tensor in self.tensors]
+
+
+def _rows_of(dataset: Any) -> Sequence[Tensor] | None:
+    """Return the tensors of a data set that is exactly torch's TensorDataset, in the host's memory.
+
+    A subclass may do more with a sample.
+    """
+    if type(dataset) is not TensorDataset:
+        return None
+    plain = all(
+        type(tensor) is Tensor and tensor.is_cpu and tensor.layout is torch.strided
+        for tensor in dataset.tensors
+    )
+    return dataset.tensors if plain else None
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 def _collate(own: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
@@ -106,10 +143,14 @@ def batches(
             f"dataset() must give something with len() and [index], but gives a "
             f"{type(dataset).__name__} without {' and '.join(lacking) or 'either'}"
         )
+    collate = collate_of(job)
+    samples: Dataset[Any] = _Samples(dataset, seed, bool(getattr(job, "augments", False)))
+    if collate is default_collate and (tensors := _rows_of(dataset)) is not None:
+        samples, collate = _Rows(tensors), _as_it_is
     loader: DataLoader[Any] = DataLoader(
-        _Samples(dataset, seed, bool(getattr(job, "augments", False))),
+        samples,
         batch_sampler=micro_batches,  # type: ignore[arg-type]  # an index of any kind serves
-        collate_fn=collate_of(job),
+        collate_fn=collate,
         num_workers=workers,
         worker_init_fn=partial(_begin_worker, os.getpid()) if workers else None,
         multiprocessing_context=context if workers else None,

@@ -218,14 +218,34 @@ def modes_of(model: Module) -> ModelModes:
     return ModelModes({"requires_grad": parameters, "training": modules})
 
 
-def numbers_of(model: Module) -> dict[str, float]:
-    """Return the numbers that modules have as attributes, such as a dropout's `p`, by name."""
-    return {
-        f"{path}.{name}" if path else name: value
-        for path, layer in model.named_modules()
-        for name, value in vars(layer).items()
-        if isinstance(value, int | float) and name != "training" and not name.startswith("_")
-    }
+class ModuleNumbers:
+    """The numbers that modules have as attributes, such as a dropout's `p`."""
+
+    def __init__(self, model: Module) -> None:
+        self._places = [
+            (vars(layer), name, path)
+            for path, layer in model.named_modules()
+            for name, value in vars(layer).items()
+            if isinstance(value, int | float) and name != "training" and not name.startswith("_")
+        ]
+        self._before = self._values()
+
+    def _values(self) -> list[Any]:
+        return [attributes.get(name) for attributes, name, _ in self._places]
+
+    def note(self) -> None:
+        """Note what they are now."""
+        self._before = self._values()
+
+    def changed(self) -> list[str]:
+        """Return the names of those that are other numbers now than when they were noted."""
+        return [
+            f"{path}.{name}" if path else name
+            for (_, name, path), before, now in zip(
+                self._places, self._before, self._values(), strict=True
+            )
+            if isinstance(now, int | float) and now != before
+        ]
 
 
 def job_state_of(job: Any, model: Module, optimizer: Optimizer) -> JobState:

@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from torch.utils.data import get_worker_info
+from torch.utils.data import TensorDataset, get_worker_info
 
 from orchestrator import Job
 from orchestrator.engine.api import MicroBatch
@@ -164,3 +164,30 @@ def test_a_loader_worker_that_ends_is_named_with_how(how, message):
             return
         assert "exited unexpectedly; the log has what it said last" in said[-1]
     raise AssertionError("\n".join(said))
+
+
+class _Journal(TensorDataset):
+    """A subclass, which may do more with a sample."""
+
+    def __getitem__(self, index):
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_rows_of_tensors_are_the_batches_that_samples_make_one_by_one(workers):
+    tensors = (torch.randn(7, 3), torch.arange(7), torch.randn(3, 7).t(), torch.randn(7) > 0)
+    micro_batches = [
+        MicroBatch(update=0, positions=range(2), indices=(6, 0)),
+        MicroBatch(update=0, positions=range(2, 5), indices=(3, 3, 1)),
+    ]
+
+    def read(dataset):
+        return list(
+            loader.batches(micro_batches, dataset=dataset, job=None, seed=1, workers=workers)
+        )
+
+    for found, wanted in zip(read(TensorDataset(*tensors)), read(_Journal(*tensors)), strict=True):
+        assert type(found) is type(wanted) is list
+        for one, other in zip(found, wanted, strict=True):
+            assert torch.equal(one, other)
+            assert (one.dtype, one.is_contiguous()) == (other.dtype, other.is_contiguous())
