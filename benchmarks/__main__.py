@@ -20,6 +20,7 @@ MEASUREMENTS = (
     "lengths",
     "reproducible",
     "boundary",
+    "overhead",
     "sharded",
     "pipeline",
     "checkpoints",
