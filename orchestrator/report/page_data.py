@@ -263,8 +263,8 @@ def _run(
         "memory": summary.memory_bytes,
         "time_shares": summary.time_shares,
         "plan": {
-            **{key: cell.plan.get(key) for key in PLANNED},
-            "batch_schedule": "; ".join(map(" ".join, stage_rows(cell.plan))) or None,
+            **{key: _planned(cell.plan.get(key)) for key in PLANNED},
+            "batch_schedule": _planned("; ".join(map(" ".join, stage_rows(cell.plan))) or None),
         },
         "seconds_of_ranks": _of_ranks(result.get("seconds_of_ranks") or {}),
         "restarts": [
@@ -280,6 +280,11 @@ def _run(
         "command": _command(run, submission),
         "made_in": str(submission.get("folder") or UNKNOWN),
     }
+
+
+def _planned(value: int | str | None) -> dict[str, Any]:
+    """Return a value of the plan with its text, as figures have it."""
+    return {"value": value, "text": value if isinstance(value, str) else format_count(value)}
 
 
 def _of_ranks(seconds: Mapping[str, list[float]]) -> list[dict[str, Any]]:
