@@ -546,9 +546,9 @@ def doctor(
         found.append(finding)
         if not as_json:
             sign, style = SIGNS[finding.state]
-            say(console, f"{sign:<5} {finding.about + ':':<12} {finding.found}", style)
-            if finding.do:
-                say(console, f"{'':<18} -> {finding.do}")
+            say(console, f"{sign:<5} {finding.subject + ':':<12} {finding.text}", style)
+            if finding.remedy:
+                say(console, f"{'':<18} -> {finding.remedy}")
     if as_json:
         print_json([asdict(finding) for finding in found])
     if any(finding.state == "bad" for finding in found):

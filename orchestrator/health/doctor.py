@@ -48,16 +48,16 @@ class CheckResult:
     """The result of one check.
 
     Attributes:
-        about: its subject: "SLURM", "devices", ...
-        found: what was found, in a sentence.
+        subject: "SLURM", "devices", …
+        text: what was found, in a sentence.
         state: `GOOD`; `NOTE` if it is worth knowing; `BAD` if runs suffer from it.
-        do: the remedy; "" if nothing is to be done.
+        remedy: what to do; "" if nothing is.
     """
 
-    about: str
-    found: str
+    subject: str
+    text: str
     state: str = GOOD
-    do: str = ""
+    remedy: str = ""
 
 
 # The versions that the tests run with; constraints.txt has the same (a test compares them).

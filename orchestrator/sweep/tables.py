@@ -57,7 +57,7 @@ def show_plan(line: CommandLine, console: Console, *, as_json: bool) -> None:
         sentences.append("finished points run again only with --changed")
     if as_json:
         print_json([
-            {"overrides": list(task.point.overrides), "cell": _row_of(task), **plan}
+            {"overrides": list(task.point.overrides), "point": _row_of(task), **plan}
             for task, plan in zip(tasks, plans, strict=True)
         ])  # fmt: skip
         for sentence in sentences:
@@ -114,7 +114,7 @@ def _cluster_answers(tasks: Sequence[PointTask]) -> list[str]:
 def _row_of(task: PointTask) -> dict[str, Any]:
     return {
         "folder": str(task.run.path),
-        "do": task.action.value,
+        "action": task.action.value,
         "why": task.why,
         "nodes": node_range(task.point.config.cluster.nodes)[1],
     }
