@@ -33,7 +33,7 @@ from orchestrator.report.sweep_tables import (
 from orchestrator.report.terminal import harmless
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import Record, read_metrics
-from orchestrator.rundir.outcome import describe_culprit
+from orchestrator.rundir.outcome import describe_end
 from orchestrator.rundir.status import end_of, find_runs
 from orchestrator.rundir.warnings import read_warnings
 from orchestrator.units import (
@@ -243,7 +243,7 @@ def _run(
     summary, result = cell.summary, cell.result or {}
     drawn = curves.rows
     state, why = end_of(run, result) if result.get("state") else (summary.state, None)
-    why = describe_culprit(culprit) if (culprit := result.get("culprit")) else why or ""
+    why = describe_end(result) or why or ""
     overrides = {key: shown(key, value) for key, value in cell.overrides.items()}
     return {
         "name": short_overrides(overrides) or run.path.name,
