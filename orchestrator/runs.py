@@ -279,6 +279,11 @@ def _name_of(job: object) -> str:
     """
     if not isinstance(job, type):
         name = type(job).__name__
+        if callable(job) and hasattr(job, "__qualname__"):
+            raise ConfigError(
+                f"a job is a class, with model, dataset and loss, but {job.__qualname__} is a "
+                f"{name}; the file of a script of yours comes after '--'"
+            )
         raise ConfigError(
             f"a job is given as a class, which every rank makes for itself, but this is an object "
             f"of {name}: start({name}, job={{…}}) with the arguments of its constructor"
@@ -291,7 +296,13 @@ def _name_of(job: object) -> str:
             f"the class to a file beside it, say {name.lower()}_job.py, and then: "
             f"from {name.lower()}_job import {name}"
         )
-    if getattr(sys.modules[module], name, None) is not job:
+    found = getattr(sys.modules[module], name, None)
+    if found is not job and isinstance(found, type) and found.__qualname__ == name:
+        raise ConfigError(
+            f"{name} is older than the class of that name in {module}, which was imported again: "
+            f"from {module} import {name} once more"
+        )
+    if found is not job:
         raise ConfigError(
             f"ranks cannot import {name} by its name from {module}: a job's class is defined at "
             "the top level of its module"
@@ -741,7 +752,8 @@ def _best_row(rows: Sequence[Record], sign: int, name: str, refusal: str) -> Rec
     finite = [row for row in rows if _is_finite(row.get(name))]
     if not finite:
         names = {key for row in rows for key in row}
-        raise UsageError(f"{refusal} {name!r}{did_you_mean(name, names)}")
+        why = "; it never was finite" if name in names else did_you_mean(name, names)
+        raise UsageError(f"{refusal} {name!r}{why}")
     return max(finite, key=lambda row: sign * row[name])
 
 

@@ -1,97 +1,54 @@
-"""docs/reference/json.md has the fields that the commands print, each with its types."""
+"""docs/reference/json.yaml has the fields that the commands print, each with its types."""
 
 import json
-import re
-from dataclasses import dataclass, field
 
 import pytest
+import yaml
+from jsonschema import Draft202012Validator
 
 from orchestrator.__main__ import app
 from tests.docs.printed import ROOT
 from tests.helpers import LIGHT, TINY, call, verb
 from tests.sweep.search.helpers import line_of
 
-PAGE = ROOT / "docs" / "reference" / "json.md"
+SCHEMAS = yaml.safe_load((ROOT / "docs" / "reference" / "json.yaml").read_text())
 ONE = ("cluster.nodes=1", "cluster.ranks_per_node=1", "tracker=none")
 SHORT = (*ONE, "accumulation.global_batch=24", "accumulation.steps=1", "train.updates=6")
-CHECKS = {
-    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
-    "text": lambda value: isinstance(value, str),
-    "null": lambda value: value is None,
-    "true": lambda value: value is True,
-    "false": lambda value: value is False,
-    "object": lambda value: isinstance(value, dict),
-    "list": lambda value: isinstance(value, list),
-}
-ITEMS = {"numbers": "number", "texts": "text", "objects": "object", "lists": "list"}
 
 
-@dataclass
-class Field:
-    """A row of a table: may it be absent, the kinds of its values, and what was printed of it."""
+class Fields:
+    """The fields of a command's schema, by their paths; those that were printed are removed."""
 
-    optional: bool
-    kinds: list[str]
-    seen: int = 0
+    def __init__(self, name):
+        self.schema = SCHEMAS[name]
+        self.unseen = {*self._paths(self.schema)}
 
-    def accepts(self, value):
-        for kind in self.kinds:
-            name, _, items = kind.partition(" of ")
-            if CHECKS[name](value) and (
-                not items or all(CHECKS[ITEMS[items]](item) for item in value)
-            ):
-                return True
-        return False
+    def _children(self, schema, value=None):
+        """Yield (name in the path, schema, values) of all that a schema has below it."""
+        below = value if isinstance(value, list) else []
+        if "items" in schema:
+            yield "", schema["items"], below
+        table = value if isinstance(value, dict) else {}
+        for key, inner in schema.get("properties", {}).items():
+            yield f"/{key}", inner, [table[key]] if key in table else []
+        if isinstance(inner := schema.get("additionalProperties"), dict):
+            yield "/*", inner, [*table.values()]
 
+    def _paths(self, schema, path=""):
+        for name, inner, _ in self._children(schema):
+            yield path + name
+            yield from self._paths(inner, path + name)
 
-@dataclass
-class Table:
-    """The fields of one verb by their paths, in which a word in capitals is any name."""
+    def check(self, value):
+        """Check what was printed against the schema."""
+        Draft202012Validator(self.schema).validate(value)
+        self._mark(self.schema, value, "")
 
-    fields: dict[str, Field] = field(default_factory=dict)
-
-    def children(self, path):
-        depth = path.count(".") + 1 if path else 0
-        return {
-            name.rpartition(".")[2]: name
-            for name in self.fields
-            if name.startswith(f"{path}." if path else "") and name.count(".") == depth
-        }
-
-    def check(self, value, path=""):
-        """Check an object against the fields below a path, and count those that it has."""
-        children = self.children(path)
-        wildcard = next((name for key, name in children.items() if key.isupper()), None)
-        for key, inner in value.items():
-            name = children.get(key, wildcard)
-            assert name, f"{path}.{key} is printed, but not in {PAGE.name}"
-            documented = self.fields[name]
-            documented.seen += 1
-            assert documented.accepts(inner), f"{name} is {inner!r}, no {documented.kinds}"
-            objects = inner if isinstance(inner, list) else [inner]
-            if self.children(name):
-                for item in objects:
-                    if isinstance(item, dict):
-                        self.check(item, name)
-        if "program" not in value:  # of which few fields are printed
-            needed = {key for key, name in children.items() if not self.fields[name].optional}
-            missing = {key for key in needed if not key.isupper()} - value.keys()
-            assert not missing, f"{path}: {missing} not printed"
-
-    def never_printed(self):
-        return [name for name, documented in self.fields.items() if not documented.seen]
-
-
-def tables():
-    found = {}
-    for section in PAGE.read_text().split("\n## ")[1:]:
-        table = found[section.partition("\n")[0]] = Table()
-        for line in section.splitlines():
-            if line.startswith("| `"):
-                names, kinds, meaning = (cell.strip() for cell in line.strip("|").split("|"))
-                row = {"optional": meaning.startswith("*where*"), "kinds": kinds.split(" or ")}
-                table.fields |= {name: Field(**row) for name in re.findall("`(.*?)`", names)}
-    return found
+    def _mark(self, schema, value, path):
+        for name, inner, values in self._children(schema, value):
+            for item in values:
+                self.unseen.discard(path + name)
+                self._mark(inner, item, path + name)
 
 
 def printed(name, *arguments, codes=(0,), **more):
@@ -111,17 +68,19 @@ def runs(tmp_path_factory):
     return home
 
 
-def test_every_verb_with_the_option_has_a_section():
+def test_every_verb_with_the_option_has_a_schema():
     having = {
         command.callback.__name__
         for command in app.registered_commands
         if "as_json" in command.callback.__wrapped__.__annotations__
     }
-    assert having - {"wait"} == tables().keys()  # which prints what status does
+    assert having - {"wait"} == SCHEMAS.keys()  # which prints what status does
+    for schema in SCHEMAS.values():
+        Draft202012Validator.check_schema(schema)
 
 
 def test_plan(runs, tmp_path):
-    table = tables()["plan"]
+    fields = Fields("plan")
     call(TINY, *SHORT, "run.dir=trunk", cwd=tmp_path, code=0)
     (tmp_path / "lengths.txt").write_text("5\n9\n3\n7\n" * 8)
     (tmp_path / "train.py").write_text("")
@@ -132,62 +91,54 @@ def test_plan(runs, tmp_path):
         ("job=gpt2",),
         ("job=gpt2", "facts.lengths=lengths.txt", "facts.dataset_samples=32",
          "accumulation.global_batch=16"),
-        (TINY, *SHORT),
+        (TINY, *SHORT, "cluster.ranks_per_node=2"),
         (TINY, *SHORT, "facts.dataset_samples=240", "train.initial_state=trunk@6",
          "train.updates=12"),
         ("--", "train.py"),
     ):  # fmt: skip
-        table.check(printed("plan", *words, cwd=tmp_path))
+        fields.check(printed("plan", *words, cwd=tmp_path))
     for plan in printed("plan", "-m", "job=digits", "train.seed=1,2", cwd=tmp_path):
-        table.check(plan)
-    assert table.never_printed() == []
+        fields.check(plan)
+    assert fields.unseen == set()
 
 
 def test_status_and_wait(runs, tmp_path):
-    table = tables()["status"]
+    fields = Fields("status")
     search = tmp_path / "search"
     call("-m", *line_of(search, "sweep.trials=6", "sweep.seed=1"), cwd=tmp_path)
-    for rows in (
-        printed("status", runs / "good", runs / "bad"),
-        printed("wait", runs / "good", runs / "bad", codes=(1,)),
-        printed("status", search),
-    ):
-        for row in rows:
-            if row["folder"] is None:
-                assert row.keys() == {"folder", "state", "trials"}
-            else:
-                table.check(row)
-    assert table.never_printed() == []
+    fields.check(printed("status", runs / "good", runs / "bad"))
+    fields.check(printed("wait", runs / "good", runs / "bad", codes=(1,)))
+    fields.check(printed("status", search))
+    assert fields.unseen == set()
     [row] = printed("status", runs / "good", "--columns", "train.updates")
     assert row["train.updates"] == 6
 
 
 def test_compare(tmp_path):
-    table = tables()["compare"]
+    fields = Fields("compare")
     for name, steps in (("a", 1), ("b", 2)):
         words = (TINY, *SHORT, f"accumulation.steps={steps}", f"run.dir={name}")
         call(*words, cwd=tmp_path, code=0)
-    table.check(printed("compare", tmp_path / "a", tmp_path / "b"))
+    fields.check(printed("compare", tmp_path / "a", tmp_path / "b"))
     [file] = tmp_path.glob("a/checkpoints/*/weights.safetensors")
-    table.check(printed("compare", file, file))
-    assert table.never_printed() == []
+    fields.check(printed("compare", file, file))
+    assert fields.unseen == set()
 
 
 def test_doctor(tmp_path):
-    table = tables()["doctor"]
-    for finding in printed("doctor", cwd=tmp_path, codes=(0, 1)):
-        table.check(finding)
-    assert table.never_printed() == []
+    fields = Fields("doctor")
+    fields.check(printed("doctor", cwd=tmp_path, codes=(0, 1)))
+    assert fields.unseen == set()
 
 
 def test_rehearse(tmp_path):
-    table = tables()["rehearse"]
+    fields = Fields("rehearse")
     words = (TINY, "accumulation.global_batch=48", "accumulation.micro_batch=4")
-    table.check(printed("rehearse", *words, "--faults", 1, cwd=tmp_path))
-    assert table.never_printed() == []
+    fields.check(printed("rehearse", *words, "--faults", 1, cwd=tmp_path))
+    assert fields.unseen == set()
 
 
 def test_audit(tmp_path):
-    table = tables()["audit"]
-    table.check(printed("audit", TINY, *ONE, "--updates", 3, cwd=tmp_path, codes=(0, 1, 4)))
-    assert table.never_printed() == []
+    fields = Fields("audit")
+    fields.check(printed("audit", TINY, *ONE, "--updates", 3, cwd=tmp_path, codes=(0, 1, 4)))
+    assert fields.unseen == set()

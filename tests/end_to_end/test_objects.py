@@ -138,6 +138,8 @@ def test_classes_that_ranks_cannot_import_are_refused():
         orchestrator.start(Local)
     with pytest.raises(ConfigError, match="made from"):
         orchestrator.start(Light, job={"width": object()})
+    with pytest.raises(ConfigError, match="call is a function"):
+        orchestrator.start(call)  # pyright: ignore[reportArgumentType]
     script = (
         "import orchestrator\nclass Line(orchestrator.Job): pass\n"
         "try: orchestrator.start(Line)\nexcept orchestrator.ConfigError as e: print(e)"
@@ -238,7 +240,10 @@ def test_a_model_of_a_class_that_was_edited_is_warned_of_until_it_is_reloaded(
     (tmp_path / "own_job.py").write_text(JOB.format(layer="Tanh"))
     with pytest.warns(UserWarning, match=r"own_job.py changed after .* importlib.reload"):
         assert isinstance(run.load_model()[1], torch.nn.Identity)
+    older = own_job.Own
     importlib.reload(own_job)
+    with pytest.raises(ConfigError, match="from own_job import Own once more"):
+        orchestrator.start(older)
     assert isinstance(run.load_model()[1], torch.nn.Tanh)
 
 
