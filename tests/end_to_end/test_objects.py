@@ -6,6 +6,7 @@ Every run here is started as a user's script starts it: by a process of its own.
 import asyncio
 import importlib
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from tests import warm
 from tests.helpers import LIGHT, SMALL, TINY, call, environment, verb
 from tests.hold import Hold, request_stop
 from tests.light_job import Light
+from tests.run_folders import maker, record
 
 SHORT = ("train.updates=12", "accumulation.global_batch=24", "accumulation.steps=2", SMALL)
 
@@ -286,6 +288,13 @@ def test_a_failed_run_says_why_when_it_is_asked_for_its_result():
     with pytest.raises(RunFailed, match=r"rank 1(?s:.)*resume"):
         _ = run.result
     assert run.status.culprit
+
+
+def test_a_figure_that_never_was_finite_has_no_best(tmp_path):
+    lines = [record(update, loss=math.nan) for update in range(3)]
+    run = orchestrator.open_run(maker(tmp_path)("diverged", records=lines).path)
+    with pytest.raises(UsageError, match="no number as 'loss'; it never was finite"):
+        run.best("-loss")
 
 
 def test_what_only_a_rank_can_know_is_raised_by_wait():
