@@ -41,8 +41,8 @@ $(STAMP): pyproject.toml constraints.txt
 setup: $(STAMP)  ## make .venv and install everything into it
 
 run: $(RUN_STAMP)  ## train the digits on 2 simulated nodes x 2 ranks, four micro-steps per update
-	@echo "== python -m orchestrator.launch (2 simulated nodes x 2 ranks, 4 micro-steps per update)"
-	@$(BIN)/python -m orchestrator.launch
+	@echo "== python -m orchestrator.launch job=digits (2 simulated nodes x 2 ranks, 4 micro-steps per update)"
+	@$(BIN)/python -m orchestrator.launch job=digits
 
 test: style  ## lint, types, import directions and every test
 	@$(BIN)/python -m tests.gate

@@ -25,9 +25,21 @@ if TYPE_CHECKING:
         all_reduce_sum,
     )
     from orchestrator.errors import ConfigError, DataError, JobError, OrchestratorError
+    from orchestrator.health.doctor import check_machine
     from orchestrator.job import Job, Loss
     from orchestrator.plan.order import Shards
-    from orchestrator.runs import Run, Sweep, list_runs, open_run, open_sweep, start, start_sweep
+    from orchestrator.runs import (
+        Run,
+        Sweep,
+        compare,
+        list_runs,
+        open_run,
+        open_sweep,
+        plan_run,
+        plan_sweep,
+        start,
+        start_sweep,
+    )
     from orchestrator.testing.threads import run_in_threads
 
 __version__ = "0.1.0"
@@ -52,10 +64,14 @@ __all__ = [
     "all_gather",
     "all_reduce_mean",
     "all_reduce_sum",
+    "check_machine",
+    "compare",
     "current_run",
     "list_runs",
     "open_run",
     "open_sweep",
+    "plan_run",
+    "plan_sweep",
     "run_in_threads",
     "start",
     "start_sweep",
@@ -66,7 +82,8 @@ _HOMES = {
     "OrchestratorError": "errors", "Shards": "plan.order", "ShardedDataset": "data",
     "run_in_threads": "testing.threads",
     "Run": "runs", "Sweep": "runs", "list_runs": "runs", "open_run": "runs", "open_sweep": "runs",
-    "start": "runs", "start_sweep": "runs",
+    "start": "runs", "start_sweep": "runs", "plan_run": "runs", "plan_sweep": "runs",
+    "compare": "runs", "check_machine": "health.doctor",
 }  # fmt: skip
 
 

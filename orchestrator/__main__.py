@@ -158,7 +158,7 @@ def plan(
     """Print who would compute what, without starting anything."""
     del verbose
     from orchestrator.config.command_line import CommandLine, check_overrides, program_overrides
-    from orchestrator.sweep.tables import show_plan
+    from orchestrator.sweep.tables import PlannedPoints, plan_line, show_plan
 
     given = tuple(overrides or ())
     if _program:
@@ -167,7 +167,13 @@ def plan(
     line = CommandLine(
         overrides=given, config_dir=config_dir, config_name=config_name, multirun=multirun
     )
-    show_plan(line, Console(), as_json=as_json)
+    planned = plan_line(line)
+    if not as_json:
+        show_plan(planned, Console())
+        return
+    print_json(planned.to_json())
+    for sentence in planned.sentences if isinstance(planned, PlannedPoints) else ():
+        say(Console(stderr=True), f"warning: {sentence}", "yellow")
 
 
 @verb("resume RUN train.updates=200")
@@ -292,14 +298,18 @@ def status(
 
 @verb("attach RUN")
 def attach(
-    run: Annotated[Path, typer.Argument(help="A run folder.", autocompletion=_runs)],
+    run: Annotated[Path, typer.Argument(help="A run folder, or a sweep's.", autocompletion=_runs)],
     verbose: Verbose = False,
     quiet: Quiet = False,
 ) -> None:
     """Show a run's live line again, to its end; Ctrl-C leaves the run alone."""
     from orchestrator.cli.follow import OutputOptions, follow, handle_of, interrupts
     from orchestrator.rundir.metrics import RECENT_BYTES
+    from orchestrator.runs import EXIT_OF_STATE, Sweep
+    from orchestrator.sweep.sweep import is_sweep
 
+    if is_sweep(RunDir(run.absolute())):
+        raise typer.Exit(EXIT_OF_STATE.get(Sweep(run.absolute()).follow(), EXIT_FAILED))
     output = OutputOptions(console=Console(), verbose=verbose, quiet=quiet)
     folder = RunDir(run.absolute()).existing()
     with interrupts:
@@ -410,34 +420,28 @@ def compare(
     """
     del verbose
     from orchestrator.cli.inputs import code_differences
-    from orchestrator.report import compare as comparing
     from orchestrator.report.compare import differing, print_comparison
-    from orchestrator.report.compare_runs import compare_curves, differing_settings, print_runs
-    from orchestrator.runs import weights_file
+    from orchestrator.report.compare_runs import print_run_comparison
+    from orchestrator.runs import compare as compare_runs
 
-    found = comparing.compare(weights_file(a), weights_file(b))
-    runs = None if a.is_file() or b.is_file() else (RunDir(a.absolute()), RunDir(b.absolute()))
+    compared = compare_runs(a, b)
     if as_json:
         # An infinite difference is `Infinity`: null would pass for small in too many scripts.
-        more: dict[str, Any] = {}
-        if runs:
-            settings, curves = differing_settings(*runs), compare_curves(*runs)
-            more = {"settings": settings, "losses": asdict(curves)}
-        print_json({**asdict(found), **more})
+        print_json(compared.to_json())
     else:
-        print_comparison(found, Console(), tensors=tensors)
-        if runs:
-            print_runs(*runs, Console())
+        print_comparison(compared.weights, Console(), tensors=tensors)
+        print_run_comparison(compared, Console())
         unlike = differing(RunDir(a).read_environment(), RunDir(b).read_environment())
         for name, values in unlike.items():
             say(Console(), f"computed with another {name}: {values}", "yellow")
         for sentence in code_differences(RunDir(a), RunDir(b)):
             say(Console(), sentence, "yellow")
-    if at_most is not None and not found.max_relative_difference <= at_most:
+    largest = compared.weights.max_relative_difference
+    if at_most is not None and not largest <= at_most:
         say(
             Console(stderr=True),
-            f"error: the largest relative difference is {found.max_relative_difference:.3e}, more "
-            f"than --at-most {at_most:g}",
+            f"error: the largest relative difference is {largest:.3e}, more than --at-most "
+            f"{at_most:g}",
             "bold red",
         )
         raise typer.Exit(EXIT_FAILED)
@@ -520,35 +524,20 @@ def doctor(
     Exit code 1 where something is bad.
     """
     from orchestrator.cli.follow import OutputOptions
-    from orchestrator.cli.start import stated_folder
-    from orchestrator.config.composer import compose
-    from orchestrator.health.doctor import (
-        devices,
-        file_system,
-        limits,
-        network,
-        packages,
-        run_trial,
-        slurm,
-    )
+    from orchestrator.health.doctor import check_machine
 
-    given = overrides or []
-    config = compose(given, config_dir)
-    folder = stated_folder(config.run.dir or "runs")
-    checks = [packages, limits, devices, network, lambda: file_system(folder),
-              lambda: slurm(config.cluster.slurm_conf)]  # fmt: skip
+    trial = None
     if run:
-        output = OutputOptions(console=Console(stderr=True), verbose=verbose, quiet=True)
-        checks.append(lambda: run_trial(given, output, config_dir))
+        trial = OutputOptions(console=Console(stderr=True), verbose=verbose, quiet=True)
     found = []
     console = Console()
-    for finding in (finding for check in checks for finding in check()):
+    for finding in check_machine(*(overrides or ()), config_dir=config_dir, trial=trial):
         found.append(finding)
         if not as_json:
             sign, style = SIGNS[finding.state]
-            say(console, f"{sign:<5} {finding.about + ':':<12} {finding.found}", style)
-            if finding.do:
-                say(console, f"{'':<18} -> {finding.do}")
+            say(console, f"{sign:<5} {finding.subject + ':':<12} {finding.text}", style)
+            if finding.remedy:
+                say(console, f"{'':<18} -> {finding.remedy}")
     if as_json:
         print_json([asdict(finding) for finding in found])
     if any(finding.state == "bad" for finding in found):

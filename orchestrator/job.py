@@ -6,11 +6,14 @@ keys under `job:` in the configuration (all but `_target_`) are its constructor'
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 REQUIRED_METHODS = ("model", "dataset", "loss")
+_DEFINITION_TIMES: weakref.WeakKeyDictionary[type, float] = weakref.WeakKeyDictionary()
 COUPLED_METHODS = ("embed", "loss_of_embeddings")  # both of them instead of `loss`
 
 
@@ -71,6 +74,10 @@ class Job:
     augments: ClassVar[bool] = False
     talks_in_window: ClassVar[bool] = False
     batch_dependent: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        _DEFINITION_TIMES[cls] = time.time()
 
     def model(self) -> Any:
         """Build the model. Called once on every rank, with the same random seed."""
@@ -154,6 +161,11 @@ class Coupled(Protocol):
         the loss's own parameters, such as a temperature.
         """
         ...
+
+
+def definition_time(job: type) -> float | None:
+    """Return when this process defined a class of `Job`, in seconds since 1970."""
+    return _DEFINITION_TIMES.get(job)
 
 
 def is_coupled(job: Any) -> bool:

@@ -38,6 +38,11 @@ def run_app(arguments: Sequence[str]) -> int:
 
     line = read_command_line(arguments)
     output = OutputOptions(console=Console(), verbose=line.verbose, quiet=line.quiet)
+    if not (line.overrides or line.flags or line.help or line.cfg):
+        raise ConfigError(
+            "nothing says what to train: the digits of the example are job=digits, a class of "
+            "yours is job._target_=my_job.Line, and a program comes after --, as in -- train.py"
+        )
     composer = Composer(line)
     if line.cfg == "job":
         from orchestrator.config.reading import to_yaml

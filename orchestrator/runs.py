@@ -20,10 +20,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
+import psutil
 from rich.console import Console
 
 from orchestrator import errors
 from orchestrator.cli.follow import OutputOptions, follow, handle_of
+from orchestrator.cli.inputs import imported_files
 from orchestrator.cli.launcher import Launcher, launch
 from orchestrator.cli.resume import check_own, submission_directory
 from orchestrator.cli.status import cancel, cancel_sweep, read_log, statuses
@@ -46,7 +48,10 @@ from orchestrator.errors import (
     require_cwd,
     shortened,
 )
+from orchestrator.job import definition_time
 from orchestrator.plugins import FRAMEWORKS
+from orchestrator.report.compare import compare as compare_weights
+from orchestrator.report.compare_runs import RunComparison, compare_folders
 from orchestrator.report.page import write_report
 from orchestrator.report.sweep_tables import current_overrides, only_varying
 from orchestrator.report.terminal import command
@@ -62,10 +67,13 @@ from orchestrator.rundir.files import make_folder, remove
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import is_locked
 from orchestrator.rundir.metrics import HELD_OUT, History, Record, read_metrics
-from orchestrator.rundir.outcome import describe_culprit
+from orchestrator.rundir.outcome import describe_end
 from orchestrator.rundir.status import OVER, UNREADABLE, RunStatus, find_runs, kind_of
+from orchestrator.sweep.sweep import follow_sweep, is_sweep
+from orchestrator.sweep.tables import PlannedPoints, PlannedRun, plan_line
 
 POLL_S = 0.2
+FOLLOW_S = 1.0  # between two looks at all points of a sweep that is followed
 LEAVE_S = 10.0  # given to a command whose run has ended, or is withdrawn, to say why
 EXIT_OF_STATE = {
     "finished": EXIT_FINISHED, "pruned": EXIT_FINISHED, "stopped": EXIT_STOPPED,
@@ -154,8 +162,11 @@ def open_sweep(folder: str | os.PathLike[str]) -> Sweep:
         RunFolderError: there is none.
     """
     path = _absolute(folder)
-    if find_runs(path) == [path] or not (find_runs(path) or RunDir(path).search.exists()):
-        raise RunFolderError(f"there is no sweep in {path}; open_run() returns a run")
+    if not is_sweep(RunDir(path)):
+        raise RunFolderError(
+            f"there is no sweep in {path}; open_run() returns a run, and list_runs() all runs in "
+            "a folder"
+        )
     return Sweep(path)
 
 
@@ -169,6 +180,63 @@ def list_runs(folder: str | os.PathLike[str] = "runs") -> list[Run]:
     if not path.is_dir():
         raise RunFolderError(f"there is no folder {path}")
     return [Run(found) for found in find_runs(path)]
+
+
+def plan_run(
+    *words: str | type,
+    job: Mapping[str, Any] | None = None,
+    overrides: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Return what `start` would do with these words, as `plan --json` prints it; start nothing.
+
+    Raises:
+        OrchestratorError: as `start` would.
+    """
+    planned = _plan(_words(words, job, overrides))
+    if isinstance(planned, PlannedPoints):
+        raise ConfigError("these words mean a sweep; plan_sweep() returns its plans")
+    return planned.to_json()
+
+
+def plan_sweep(
+    *words: str | type,
+    job: Mapping[str, Any] | None = None,
+    overrides: Sequence[str] = (),
+) -> list[dict[str, Any]]:
+    """Return what `start_sweep` would do, a plan for each point; see `plan_run`."""
+    planned = _plan(["-m", *_words(words, job, overrides)])
+    if not isinstance(planned, PlannedPoints):
+        raise ConfigError("these words name no points of a sweep")
+    for sentence in planned.sentences:
+        warnings.warn(sentence, stacklevel=2)
+    return planned.to_json()
+
+
+def _plan(arguments: Sequence[str]) -> PlannedRun | PlannedPoints:
+    require_cwd()
+    line, before = read_command_line(arguments), list(sys.path)
+    sys.path.insert(0, str(Path.cwd()))  # where the command would find a job's module
+    try:
+        return plan_line(line)
+    finally:
+        sys.path[:] = before
+
+
+def compare(a: str | os.PathLike[str] | Run, b: str | os.PathLike[str] | Run) -> RunComparison:
+    """Compare the newest weights, the settings and the losses of two runs.
+
+    Args:
+        a, b: runs, their folders, or safetensors files. Differences are relative to `b`.
+
+    Raises:
+        RunFolderError: a run has no checkpoint.
+        UsageError: the weights are of different models.
+    """
+    paths = [run.folder if isinstance(run, Run) else _absolute(run) for run in (a, b)]
+    weights = compare_weights(*map(weights_file, paths))
+    if any(path.is_file() for path in paths):
+        return RunComparison(weights=weights)
+    return compare_folders(weights, *map(RunDir, paths))
 
 
 def _absolute(folder: str | os.PathLike[str]) -> Path:
@@ -197,6 +265,8 @@ def _words(
     made += [] if job is None else overrides_of("job", job)
     if "--" in made:  # what follows is a program's
         at = made.index("--")
+        if made[at + 1 : at + 2] in (["python"], ["python3"]):
+            made[at + 1] = sys.executable  # this process's, which the path need not have
         return [*made[:at], *overrides, *made[at:]]
     return [*made, *overrides]
 
@@ -209,6 +279,11 @@ def _name_of(job: object) -> str:
     """
     if not isinstance(job, type):
         name = type(job).__name__
+        if callable(job) and hasattr(job, "__qualname__"):
+            raise ConfigError(
+                f"a job is a class, with model, dataset and loss, but {job.__qualname__} is a "
+                f"{name}; the file of a script of yours comes after '--'"
+            )
         raise ConfigError(
             f"a job is given as a class, which every rank makes for itself, but this is an object "
             f"of {name}: start({name}, job={{…}}) with the arguments of its constructor"
@@ -221,7 +296,13 @@ def _name_of(job: object) -> str:
             f"the class to a file beside it, say {name.lower()}_job.py, and then: "
             f"from {name.lower()}_job import {name}"
         )
-    if getattr(sys.modules[module], name, None) is not job:
+    found = getattr(sys.modules[module], name, None)
+    if found is not job and isinstance(found, type) and found.__qualname__ == name:
+        raise ConfigError(
+            f"{name} is older than the class of that name in {module}, which was imported again: "
+            f"from {module} import {name} once more"
+        )
+    if found is not job:
         raise ConfigError(
             f"ranks cannot import {name} by its name from {module}: a job's class is defined at "
             "the top level of its module"
@@ -394,19 +475,23 @@ class Run:
         """
         return cancel(self._existing(), now=now)
 
-    def resume(self, *words: str, changed: bool = False) -> Run:
+    def resume(
+        self, *words: str, job: Mapping[str, Any] | None = None, changed: bool = False
+    ) -> Run:
         """Go on from the newest sound checkpoint, to the same bits, and return this run.
 
         A run that has finished stays as it is, with a warning that says so.
 
         Args:
             words: KEY=VALUE: more updates, other nodes, another cluster.
+            job: changed arguments of the job's constructor: where data lie, as absolute paths.
+                Others decide the numbers of an update and are refused.
             changed: go on although the code or data has changed.
 
         Raises:
             OrchestratorError: as `orchestrator resume` would say; nothing was started then.
         """
-        self._launcher = _resume(self._existing().path, words, changed=changed)
+        self._launcher = _resume(self._existing().path, words, job, changed=changed)
         return self
 
     def logs(self, rank: int | None = None, *, lines: int | None = None) -> str:
@@ -430,8 +515,7 @@ class Run:
             raise UsageError(f"{self.folder} has no result yet: it is {status.state}; wait() first")
         result = RunDir(self.folder).read_result() or {}
         if status.state in ("failed", "cancelled", "lost"):
-            culprit = result.get("culprit")
-            why = describe_culprit(culprit) if culprit else status.reason or status.state
+            why = describe_end(result) or status.reason or status.state
             again = command("resume", self.folder)
             raise RunFailed(f"{self.folder} {status.state}: {why}\nto go on from here: {again}")
         return result
@@ -500,6 +584,13 @@ class Run:
         framework = self._framework()
         with submission_directory(run):
             sys.path.insert(0, str(Path.cwd()))
+            if stale := _stale_files(settings["_target_"]):
+                warnings.warn(
+                    f"{' and '.join(map(str, stale))} changed after this process imported it, so "
+                    "load_model() builds the model of the older code: restart the process, or "
+                    "importlib.reload() its module",
+                    stacklevel=2,
+                )
             model = build_job(with_run_folder(settings, str(run.path))).model()
         self._read(
             lambda saved: framework.load_weights(model, saved.folder, saved.extra), best=best
@@ -575,13 +666,31 @@ class Run:
             raise RunFolderError(f"{run.path}: {error}") from error
 
 
-def _resume(folder: Path, words: Sequence[str], *, changed: bool) -> Launcher:
+def _resume(
+    folder: Path, words: Sequence[str], job: Mapping[str, Any] | None, *, changed: bool
+) -> Launcher:
     """Run `orchestrator resume`, for a caller's caller; warn where nothing is left to do."""
-    arguments = [*words, *(["--changed"] if changed else [])]
+    arguments = [*words, *overrides_of("job", job or {}), *(["--changed"] if changed else [])]
     begun, launcher = launch(["orchestrator", "resume", str(folder), *arguments], "resume()")
     if begun is None:
         warnings.warn(launcher.text_printed().strip(), stacklevel=3)
     return launcher
+
+
+def _stale_files(target: str) -> list[Path]:
+    """Return the files of a job that have changed since this process imported them.
+
+    A class of `Job` knows when it was defined; of others, the time is that of this process's start.
+    """
+    module, _, name = target.rpartition(".")
+    job = getattr(sys.modules.get(module), name, None)
+    since = (definition_time(job) if job else None) or psutil.Process().create_time()
+    imported = {getattr(module, "__file__", None) for module in [*sys.modules.values()]}
+    return [
+        file
+        for file in imported_files(target)
+        if str(file) in imported and file.stat().st_mtime > since
+    ]
 
 
 def wait_for(runs: Sequence[Run], timeout_s: float | None = None) -> int:
@@ -643,7 +752,8 @@ def _best_row(rows: Sequence[Record], sign: int, name: str, refusal: str) -> Rec
     finite = [row for row in rows if _is_finite(row.get(name))]
     if not finite:
         names = {key for row in rows for key in row}
-        raise UsageError(f"{refusal} {name!r}{did_you_mean(name, names)}")
+        why = "; it never was finite" if name in names else did_you_mean(name, names)
+        raise UsageError(f"{refusal} {name!r}{why}")
     return max(finite, key=lambda row: sign * row[name])
 
 
@@ -720,13 +830,29 @@ class Sweep:
                 raise TimeoutError(f"{self.folder} is running after {timeout_s:g} s")
             time.sleep(min(max(POLL_S, interval_s), left_s))
 
+    def follow(self) -> str:
+        """Print a line as points begin and end, and the table of all at the end; return the state.
+        To interrupt this leaves the sweep alone.
+        """
+
+        def wait() -> bool:
+            with contextlib.suppress(TimeoutError):
+                self.wait(FOLLOW_S)
+                return False
+            return True
+
+        follow_sweep(RunDir(self.folder), Console(), wait)
+        return self.wait()
+
     def cancel(self, *, now: bool = False) -> list[str]:
         """Ask all points to stop; see `Run.cancel`. Return sentences on what happens."""
         return cancel_sweep(self.folder, now=now)
 
-    def resume(self, *words: str, changed: bool = False) -> Sweep:
+    def resume(
+        self, *words: str, job: Mapping[str, Any] | None = None, changed: bool = False
+    ) -> Sweep:
         """Go on with the points that are not finished; see `Run.resume`."""
-        self._launcher = _resume(self.folder, words, changed=changed)
+        self._launcher = _resume(self.folder, words, job, changed=changed)
         return self
 
     @property

@@ -100,7 +100,6 @@ class Watcher(InfoWatcher):
         self.runs: dict[str, Path] = {}
 
     def update(self) -> None:
-        from orchestrator.cli.follow import INTERRUPTED_TWICE
         from orchestrator.cli.status import statuses
         from orchestrator.rundir.folder import RunDir
 
@@ -112,8 +111,8 @@ class Watcher(InfoWatcher):
         }
         found, _ = statuses(begun.values())
         states = {
-            job: "CANCELLED" if s.reason == INTERRUPTED_TWICE else STATES.get(s.state, "UNKNOWN")
-            for job, s in zip(begun, found, strict=True)
+            job: STATES.get(status.state, "UNKNOWN")
+            for job, status in zip(begun, found, strict=True)
         }
         for job in unfinished:
             state = states.get(job, "FAILED")

@@ -15,6 +15,12 @@ from typing import Any
 from orchestrator.errors import ConfigError
 
 UNKNOWN = "unknown"
+Units = Sequence[tuple[float, str]]  # sizes and names, in order of size
+SECONDS: Units = ((1e-3, "ms"), (1.0, "s"), (60.0, "min"), (3600.0, "h"), (86400.0, "d"))
+BYTES: Units = (
+    (1.0, "B"), (2.0**10, "KiB"), (2.0**20, "MiB"), (2.0**30, "GiB"), (2.0**40, "TiB"),
+    (2.0**50, "PiB"),
+)  # fmt: skip
 FRACTION = re.compile(r"-?\d*\.\d+(e[+-]?\d{1,2})?")
 
 
@@ -30,11 +36,24 @@ def format_bytes(count: float | None) -> str:
         return UNKNOWN
     if abs(count) < 1024:
         return f"{count:,.0f} B"
-    value, units = count / 1024, ["KiB", "MiB", "GiB", "TiB", "PiB"]
+    value, units = count / 1024, [name for _, name in BYTES[1:]]
     # 1023.5 would be printed as 1024 of a unit, which is one of the next.
     while abs(value) >= 1023.5 and len(units) > 1:
         value, units = value / 1024, units[1:]
     return f"{_three_digits(value)} {units[0]}"
+
+
+def unit_for(values: Iterable[float], units: Units) -> tuple[float, str]:
+    """Return size and name of the unit for an axis of these values: the largest unit of which the
+    largest value is at least two.
+
+    >>> unit_for([0.004, 0.03], SECONDS), unit_for([7300.0], SECONDS), unit_for([90.0], SECONDS)
+    ((0.001, 'ms'), (3600.0, 'h'), (1.0, 's'))
+    >>> unit_for([500_000], BYTES), unit_for([], BYTES)
+    ((1024.0, 'KiB'), (1.0, 'B'))
+    """
+    largest = max(values, default=0.0)
+    return next((unit for unit in reversed(units) if largest >= 2 * unit[0]), units[0])
 
 
 def format_count(count: float | None) -> str:

@@ -42,6 +42,7 @@ from orchestrator.rundir.files import read_json, write_atomically, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import Tail, read_metrics, read_progress
 from orchestrator.rundir.outcome import (
+    CANCELLED_AT_ONCE,
     EXIT_CODES,
     NO_RESULT,
     RestartDecision,
@@ -274,9 +275,6 @@ def follow(handle: Handle, run: RunDir, output: OutputOptions, *, recent: int = 
     return code
 
 
-INTERRUPTED_TWICE = "interrupted twice: every process was ended at once"
-
-
 def run_to_end(ready: PreparedRun) -> int:
     """Train it from the newest checkpoint, if there is one, and show it to its end; restart after
     failures as `decide_restart` says. Return its exit code. Nothing is left running, whatever is
@@ -310,7 +308,7 @@ def _run_attempts(ready: PreparedRun) -> int:
             more = f"warning: {changed} since the run began; attempt {number + 1} has it as it is"
             say(output.console, more, "yellow", prose=True)
     if interrupted:
-        culprit = Culprit(rank=None, node="launcher", cause=INTERRUPTED_TWICE)
+        culprit = Culprit(rank=None, node="launcher", cause=CANCELLED_AT_ONCE)
     if run.is_removed():  # nothing to write into, or to show
         raise OrchestratorError(run.removed_message)
     result = run.read_result() or {}
@@ -355,7 +353,7 @@ def _attempt(ready: PreparedRun, number: int) -> tuple[State, bool, Culprit | No
         state = watch(handle, ready.run, ready.output, stop)
         if not state.ended:
             handle.kill()
-            return State.FAILED, True, handle.culprit
+            return State.STOPPED, True, None
     except BaseException:
         handle.kill()
         raise

@@ -16,6 +16,7 @@ from orchestrator.config.schema import FREE_SECTIONS, FREE_TABLES
 from orchestrator.config.typed_text import quote_text
 from orchestrator.errors import ConfigError, did_you_mean, expand_user, nearest, shortened
 
+CLASS_NAME = re.compile(r"(?:[A-Za-z_]\w*\.)+[A-Z]\w*")
 NAME = re.compile(r"[A-Za-z_][\w-]*")
 PRIMARY = "config"
 """The primary configuration's name, unless `--config-name` says another."""
@@ -169,6 +170,8 @@ def check_overrides(
                 f"a program comes after --, and its arguments after it: python -m orchestrator "
                 f"{verb} {shlex.join(typed)}"
             )
+        elif CLASS_NAME.fullmatch(override):
+            way = f"the class of a job is named as in job._target_={override}"
         else:
             way = f"a choice is written as in job=digits, a value as in {override}=VALUE"
         raise ConfigError(f"'{override}' is not KEY=VALUE: {way}")

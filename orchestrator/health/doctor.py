@@ -28,7 +28,7 @@ from orchestrator.agent.topology import (
     own_address,
 )
 from orchestrator.cli.follow import OutputOptions, start_run
-from orchestrator.cli.start import prepared_run
+from orchestrator.cli.start import prepared_run, stated_folder
 from orchestrator.config.command_line import program_overrides
 from orchestrator.config.composer import compose
 from orchestrator.errors import ClusterError, UsageError
@@ -36,7 +36,7 @@ from orchestrator.health import exchange
 from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import read_metrics
-from orchestrator.rundir.outcome import describe_culprit
+from orchestrator.rundir.outcome import describe_end
 from orchestrator.slurm_client import DEVELOPMENT_CLUSTER, NoClient, SlurmClient
 from orchestrator.units import format_bytes, format_seconds, plural
 
@@ -48,16 +48,16 @@ class CheckResult:
     """The result of one check.
 
     Attributes:
-        about: its subject: "SLURM", "devices", ...
-        found: what was found, in a sentence.
+        subject: "SLURM", "devices", …
+        text: what was found, in a sentence.
         state: `GOOD`; `NOTE` if it is worth knowing; `BAD` if runs suffer from it.
-        do: the remedy; "" if nothing is to be done.
+        remedy: what to do; "" if nothing is.
     """
 
-    about: str
-    found: str
+    subject: str
+    text: str
     state: str = GOOD
-    do: str = ""
+    remedy: str = ""
 
 
 # The versions that the tests run with; constraints.txt has the same (a test compares them).
@@ -397,8 +397,7 @@ def trial_findings(run: RunDir, exit_code: int) -> Iterator[CheckResult]:
     plan, result = run.read_plan(), run.read_result() or {}
     where = f"{plural(plan.get('ranks') or 0, 'rank')} on {plural(plan.get('nodes') or 0, 'node')}"
     if exit_code:
-        culprit = result.get("culprit")
-        why = describe_culprit(culprit) if culprit else f"exit code {exit_code}"
+        why = describe_end(result) or f"exit code {exit_code}"
         remedy = f"python -m orchestrator logs {run.path}; name the network: cluster.interface="
         yield CheckResult("collective", f"{where}: {why}", BAD, remedy)
         return
@@ -463,3 +462,27 @@ def node_faults(
 def _fault(node: str, why: str, state: str = NOTE) -> CheckResult:
     remedy = f"leave it out with cluster.exclude={node}, and report it to its administrator"
     return CheckResult("nodes", f"{node}: {why}", state, remedy)
+
+
+def check_machine(
+    *overrides: str, config_dir: str | None = None, trial: OutputOptions | None = None
+) -> Iterator[CheckResult]:
+    """Yield the results of all checks of this machine or its cluster, as `doctor` prints them.
+
+    Args:
+        overrides: as for a launch: `"+cluster=slurm"`.
+        config_dir: a folder of the user's own configuration.
+        trial: also sum tensors on the real nodes, with this output.
+
+    Raises:
+        ConfigError: an override is wrong.
+    """
+    config = compose(overrides, config_dir)
+    yield from packages()
+    yield from limits()
+    yield from devices()
+    yield from network()
+    yield from file_system(stated_folder(config.run.dir or "runs"))
+    yield from slurm(config.cluster.slurm_conf)
+    if trial is not None:
+        yield from run_trial(overrides, trial, config_dir)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from orchestrator.units import BYTES, SECONDS, Units, format_bytes, format_seconds, unit_for
+
 COLOURS = {
     "light": ("#0072B2", "#D55E00", "#009E73", "#A2568A", "#9A6A00", "#3A3A3A"),
     "dark": ("#56B4E9", "#F08A4B", "#3CC79A", "#E3A3C8", "#E6B800", "#D0D0D0"),
@@ -16,16 +18,16 @@ COLOURS = {
 INK = {"light": ("#1b1f24", "#d5dae0"), "dark": ("#e6e9ed", "#3a424c")}  # text, lines
 MARKED = "#b87400"
 ROW = 26  # pixels of a bar
-MIB = 1 << 20
 MOST_DESCRIBED = 8  # runs, or marks, in the alternative text of a chart
 DASHES = [[1, 0], [6, 3], [2, 2], [8, 3, 2, 3], [10, 4], [4, 2, 1, 2]]
 PARTS = ("compute", "optimizer", "other", "wait")  # stacked by name
 COLOUR_OF_PARTS = {"field": "part", "type": "nominal", "scale": {"domain": list(PARTS)}}
+NO_UNIT: Units = ((1.0, ""),)
 BARS = (
-    ("seconds_per_update", "seconds per update"),
-    ("samples_per_second", "samples per second"),
-    ("peak_memory_bytes", "peak memory, MiB"),
-    ("bytes_on_wire_per_update", "MiB on the wire per update"),
+    ("seconds_per_update", "time per update", SECONDS),
+    ("samples_per_second", "samples per second", NO_UNIT),
+    ("peak_memory_bytes", "peak memory", BYTES),
+    ("bytes_on_wire_per_update", "bytes on the wire per update", BYTES),
 )
 NO_KEY: dict[str, Any] = {"lines": [], "course": ""}
 KEY_OF_PARTS: dict[str, Any] = {
@@ -64,13 +66,13 @@ def charts(data: Mapping[str, Any]) -> list[Chart]:
     found = [
         _curve(runs, "update", "updates"),
         _curve(runs, "samples", "samples"),
-        _curve(runs, "elapsed_s", "seconds since the run began to train"),
+        _curve(runs, "elapsed_s", "time since the run began to train", SECONDS),
     ]
     evaluated = dict.fromkeys(name for run in runs for name in run["evaluations"])
     found += [_evaluation(runs, name) for name in evaluated if name != "update"]
     found.append(_time_of_updates(runs[0]) if len(runs) == 1 else _shares(runs))
     if data["sweep"]:
-        return found + [chart for key, title in BARS if (chart := _bars(runs, key, title))]
+        return found + [chart for of in BARS if (chart := _bars(runs, *of))]
     if len(runs[0]["seconds_of_ranks"]) > 1:
         found.append(_work_by_rank(runs[0]))
     return found + ([_memory(runs[0])] if runs[0]["memory"] else [])
@@ -93,6 +95,15 @@ def _chart(
 def _numbers(field: str, title: str, **rest: Any) -> dict[str, Any]:
     """Return an axis of numbers."""
     return {"field": field, "type": "quantitative", "title": title, **rest}
+
+
+def _with_unit(title: str, unit: str) -> str:
+    return f"{title} ({unit})" if unit else title
+
+
+def _scaled(values: Sequence[float], size: float) -> Sequence[float]:
+    """Return values in units of this size, without digits that they do not have."""
+    return values if size == 1 else [float(f"{value / size:.6g}") for value in values]
 
 
 def _names(field: str, names: Sequence[str] | None) -> dict[str, Any]:
@@ -131,23 +142,32 @@ def _by_run(runs: Runs) -> tuple[dict[str, Any], dict[str, Any]]:
     return encoding, {"lines": lines, "course": ""}
 
 
-def _curve(runs: Runs, x: str, title: str) -> Chart:
+def _curve(runs: Runs, x: str, title: str, units: Units = NO_UNIT) -> Chart:
     """Return the losses of all runs, with marks where runs continued and failed."""
     colours, key = _by_run(runs)
+    size, unit = unit_for((place for run in runs for place in run["series"][x]), units)
+    axis = _with_unit(title, unit)
     values = [
-        {"run": run["name"], "x": run["series"][x], "loss": run["series"]["loss"]} for run in runs
+        {
+            "run": run["name"],
+            "x": _scaled(run["series"][x], size),
+            "loss": run["series"]["loss"],
+        }
+        for run in runs
     ]
     line = {
         "mark": {"type": "line", "strokeWidth": 2, "point": len(runs[0]["series"]["loss"]) == 1},
         "encoding": {
-            "x": _numbers("x", title),
+            "x": _numbers("x", axis),
             "y": _numbers("loss", "loss", scale={"zero": False}),
-            "tooltip": [{"field": "run"}, {"field": "x", "title": title}, {"field": "loss"}],
+            "tooltip": [{"field": "run"}, {"field": "x", "title": axis}, {"field": "loss"}],
             **colours,
         },
         "transform": [{"flatten": ["x", "loss"]}],
     }
-    marks = [{**mark, "x": mark[x], "run": run["name"]} for run in runs for mark in run["marks"]]
+    marks = [
+        {**mark, "x": mark[x] / size, "run": run["name"]} for run in runs for mark in run["marks"]
+    ]
     courses: list[str] = []
     for run in runs[:MOST_DESCRIBED]:
         losses = [loss for loss in run["series"]["loss"] if loss is not None]
@@ -204,23 +224,26 @@ def _evaluation(runs: Runs, name: str) -> Chart:
 
 def _time_of_updates(run: Mapping[str, Any]) -> Chart:
     series = run["series"]
+    seconds = [series[f"{part}_s"] for part in PARTS]
+    size, unit = unit_for(map(sum, zip(*seconds, strict=True)), SECONDS)
+    columns = {part: _scaled(column, size) for part, column in zip(PARTS, seconds, strict=True)}
     return _chart(
         "time-of-updates",
         "What updates spent their time on",
         _shares_of(run),
-        [{"update": series["update"], **{part: series[f"{part}_s"] for part in PARTS}}],
+        [{"update": series["update"], **columns}],
         KEY_OF_PARTS,
         transform=[
             {"flatten": ["update", *PARTS]},
-            {"fold": list(PARTS), "as": ["part", "seconds"]},
+            {"fold": list(PARTS), "as": ["part", "time"]},
         ],
         mark={"type": "area", "interpolate": "step"},
         encoding={
             "x": _numbers("update", "updates"),
-            "y": _numbers("seconds", "seconds of rank 0", stack=True),
+            "y": _numbers("time", f"time of rank 0 ({unit})", stack=True),
             "color": COLOUR_OF_PARTS,
             "order": {"field": "part"},
-            "tooltip": _fields("update", "part", "seconds"),
+            "tooltip": [*_fields("update", "part"), {"field": "time", "title": unit}],
         },
     )
 
@@ -257,39 +280,49 @@ def _work_by_rank(run: Mapping[str, Any]) -> Chart:
     """Return how long each rank worked in updates, and waited for others."""
     rows = run["seconds_of_ranks"]
     least, most = rows[0], rows[-1]
+    size, unit = unit_for((row["work"] + row["wait"] for row in rows), SECONDS)
     values = [
-        {"rank": f"rank {row['rank']}", "part": part, "seconds": row[part]}
+        {
+            "rank": f"rank {row['rank']}",
+            "part": part,
+            "time": row[part] / size,
+            "text": format_seconds(row[part]),
+        }
         for row in rows
         for part in ("work", "wait")
     ]
-    hidden = "" if len(rows) == run["plan"]["ranks"] else ": those that wait least, and most"
+    hidden = (
+        "" if len(rows) == run["plan"]["ranks"]["value"] else ": those that wait least, and most"
+    )
     return _chart(
         "work-by-rank",
         f"Work and waiting by rank{hidden}",
-        f"rank {least['rank']} waits least: {least['wait']:.4g} s beside {least['work']:.4g} s of "
-        f"work; rank {most['rank']} most: {most['wait']:.4g} s beside {most['work']:.4g} s",
+        f"rank {least['rank']} waits least: {format_seconds(least['wait'])} beside "
+        f"{format_seconds(least['work'])} of work; rank {most['rank']} most: "
+        f"{format_seconds(most['wait'])} beside {format_seconds(most['work'])}",
         values,
         {"lines": [{"name": n, "dash": "", "colour": c} for n, c in WORK.items()], "course": ""},
         height=ROW * len(rows),
         mark="bar",
         encoding={
             "y": _names("rank", [f"rank {row['rank']}" for row in rows]),
-            "x": _numbers("seconds", "seconds in updates of the last attempt"),
+            "x": _numbers("time", f"time in updates of the last attempt ({unit})"),
             "color": {**COLOUR_OF_PARTS, "scale": {"domain": ["work", *PARTS[1:]]}},
-            "tooltip": _fields("rank", "part", "seconds"),
+            "tooltip": [*_fields("rank", "part"), {"field": "text", "title": "time"}],
         },
     )
 
 
-def _bars(runs: Runs, key: str, title: str) -> Chart | None:
-    scale = MIB if "MiB" in title else 1
-    values = [
-        {"run": run["name"], "value": figure["value"] / scale, "text": figure["text"]}
-        for run in runs
-        if (figure := run["figures"][key])["value"] is not None
-    ]
-    if not values:
+def _bars(runs: Runs, key: str, title: str, units: Units) -> Chart | None:
+    figures = {run["name"]: run["figures"][key] for run in runs}
+    figures = {name: figure for name, figure in figures.items() if figure["value"] is not None}
+    if not figures:
         return None
+    size, unit = unit_for((figure["value"] for figure in figures.values()), units)
+    values = [
+        {"run": name, "value": figure["value"] / size, "text": figure["text"]}
+        for name, figure in figures.items()
+    ]
     return _chart(
         f"bars-{key}",
         title[0].upper() + title[1:],
@@ -299,24 +332,28 @@ def _bars(runs: Runs, key: str, title: str) -> Chart | None:
         mark="bar",
         encoding={
             "y": _names("run", [run["name"] for run in runs]),
-            "x": _numbers("value", title),
+            "x": _numbers("value", _with_unit(title, unit)),
             "tooltip": [{"field": "run"}, {"field": "text", "title": title}],
         },
     )
 
 
 def _memory(run: Mapping[str, Any]) -> Chart:
-    values = [{"part": part, "mib": size / MIB} for part, size in run["memory"].items()]
+    size, unit = unit_for(run["memory"].values(), BYTES)
+    values = [
+        {"part": part, "memory": count / size, "text": format_bytes(count)}
+        for part, count in run["memory"].items()
+    ]
     return _chart(
         "memory",
         "Memory that the training itself holds",
-        "; ".join(f"{value['part']}: {value['mib']:.1f} MiB" for value in values),
+        "; ".join(f"{value['part']}: {value['text']}" for value in values),
         values,
         height=ROW * len(values),
         mark="bar",
         encoding={
             "y": _names("part", None),
-            "x": _numbers("mib", "MiB of the largest rank"),
-            "tooltip": _fields("part", mib=".1f"),
+            "x": _numbers("memory", f"memory of the largest rank ({unit})"),
+            "tooltip": [{"field": "part"}, {"field": "text", "title": "memory"}],
         },
     )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
 
 from orchestrator.config.changes import flat
+from orchestrator.report.compare import Comparison
 from orchestrator.report.page_data import shown
 from orchestrator.report.terminal import say
 from orchestrator.rundir.folder import RunDir
@@ -71,12 +72,43 @@ def differing_settings(a: RunDir, b: RunDir) -> dict[str, list[Any]]:
     }
 
 
-def print_runs(a: RunDir, b: RunDir, console: Console) -> None:
+@dataclass(frozen=True, kw_only=True)
+class RunComparison:
+    """Two runs, or two files of weights.
+
+    Attributes:
+        weights: of the newest checkpoints, tensor by tensor.
+        settings: keys of the configuration that differ, with both values; None of files.
+        losses: None of files.
+    """
+
+    weights: Comparison
+    settings: dict[str, list[Any]] | None = None
+    losses: CurveComparison | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `compare --json` prints."""
+        if self.settings is None or self.losses is None:
+            return asdict(self.weights)
+        return {
+            **asdict(self.weights), "settings": self.settings, "losses": asdict(self.losses),
+        }  # fmt: skip
+
+
+def compare_folders(weights: Comparison, a: RunDir, b: RunDir) -> RunComparison:
+    """Return the comparison of two runs whose weights have been compared."""
+    settings, losses = differing_settings(a, b), compare_curves(a, b)
+    return RunComparison(weights=weights, settings=settings, losses=losses)
+
+
+def print_run_comparison(compared: RunComparison, console: Console) -> None:
     """Print how two runs differ in settings and losses."""
-    for key, values in differing_settings(a, b).items():
+    for key, values in (compared.settings or {}).items():
         left, right = ("null" if value is None else shown(key, value) for value in values)
         say(console, f"{key}: {left} against {right}")
-    curves = compare_curves(a, b)
+    curves = compared.losses
+    if curves is None:
+        return
     if curves.first is None:
         if curves.updates:
             say(console, f"the same loss in each of {plural(curves.updates, 'update')}")

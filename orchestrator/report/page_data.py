@@ -33,7 +33,7 @@ from orchestrator.report.sweep_tables import (
 from orchestrator.report.terminal import harmless
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import Record, read_metrics
-from orchestrator.rundir.outcome import describe_culprit
+from orchestrator.rundir.outcome import describe_end
 from orchestrator.rundir.status import end_of, find_runs
 from orchestrator.rundir.warnings import read_warnings
 from orchestrator.units import (
@@ -243,7 +243,7 @@ def _run(
     summary, result = cell.summary, cell.result or {}
     drawn = curves.rows
     state, why = end_of(run, result) if result.get("state") else (summary.state, None)
-    why = describe_culprit(culprit) if (culprit := result.get("culprit")) else why or ""
+    why = describe_end(result) or why or ""
     overrides = {key: shown(key, value) for key, value in cell.overrides.items()}
     return {
         "name": short_overrides(overrides) or run.path.name,
@@ -263,8 +263,8 @@ def _run(
         "memory": summary.memory_bytes,
         "time_shares": summary.time_shares,
         "plan": {
-            **{key: cell.plan.get(key) for key in PLANNED},
-            "batch_schedule": "; ".join(map(" ".join, stage_rows(cell.plan))) or None,
+            **{key: _planned(cell.plan.get(key)) for key in PLANNED},
+            "batch_schedule": _planned("; ".join(map(" ".join, stage_rows(cell.plan))) or None),
         },
         "seconds_of_ranks": _of_ranks(result.get("seconds_of_ranks") or {}),
         "restarts": [
@@ -280,6 +280,11 @@ def _run(
         "command": _command(run, submission),
         "made_in": str(submission.get("folder") or UNKNOWN),
     }
+
+
+def _planned(value: int | str | None) -> dict[str, Any]:
+    """Return a value of the plan with its text, as figures have it."""
+    return {"value": value, "text": value if isinstance(value, str) else format_count(value)}
 
 
 def _of_ranks(seconds: Mapping[str, list[float]]) -> list[dict[str, Any]]:

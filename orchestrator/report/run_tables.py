@@ -18,7 +18,7 @@ from orchestrator.report.status_tables import STATE_STYLES
 from orchestrator.report.terminal import command, literal, print_facts, say
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import Figures, History, Record, Summary, summarize
-from orchestrator.rundir.outcome import describe_culprit
+from orchestrator.rundir.outcome import describe_culprit, describe_end
 from orchestrator.units import (
     UNKNOWN,
     format_bytes,
@@ -309,7 +309,9 @@ def print_closing(
     if summary.state == "failed":
         _print_culprit(result.get("culprit"), folder, console)
     elif summary.state == "stopped":
-        if result.get("why"):
+        if result.get("culprit"):
+            say(console, describe_end(result), "bold yellow")
+        elif result.get("why"):
             say(console, f"it was stopped: {result['why']}", "bold yellow")
         say(console, f"to go on from here: {command('resume', folder)}", "bold")
     elif summary.state == "finished" and not own:

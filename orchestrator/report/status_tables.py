@@ -97,7 +97,7 @@ def remark(run: RunStatus) -> str | None:
         return f"{run.culprit}: {reason}" if run.culprit else reason
     if run.survived:
         lost = f"ranks were lost {plural(run.survived, 'time')}, and the others went on"
-        return f"{lost}; {plural(run.came_back, 'rank')} came back" if run.came_back else lost
+        return f"{lost}; {plural(run.rejoined, 'rank')} rejoined" if run.rejoined else lost
     if run.restarts and run.why:
         lost = f", {plural(run.lost_updates, 'update')} done again" if run.lost_updates else ""
         return f"last restart: {run.why}{lost}"

@@ -20,7 +20,7 @@ from orchestrator.report.terminal import legible, literal, new_table, say
 from orchestrator.rundir.checkpoints import list_checkpoints, weights_of
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import Figures, Record, Summary, read_metrics, summarize
-from orchestrator.rundir.outcome import describe_culprit
+from orchestrator.rundir.outcome import describe_end
 from orchestrator.units import (
     UNKNOWN,
     format_bytes,
@@ -59,6 +59,20 @@ class SweptRun:
         return self.summary.state == "finished"
 
 
+def describe_outcome(run: RunDir) -> str:
+    """Return how a point ended and what it measured, in short."""
+    result = run.read_result() or {}
+    if why := describe_end(result):
+        return why.partition("\n")[0]
+    figures = summarize(result, Figures())
+    return ", ".join([
+        f"{figures.state}",
+        plural(figures.updates, "update"),
+        *([] if figures.loss is None else [f"loss {format_number(figures.loss)}"]),
+        *([] if figures.seconds is None else [format_seconds(figures.seconds)]),
+    ])  # fmt: skip
+
+
 def print_sweep(cells: Sequence[SweptRun], console: Console, not_begun: int = 0) -> None:
     """Print the table, then one line for each point that did not finish.
 
@@ -80,9 +94,8 @@ def print_sweep(cells: Sequence[SweptRun], console: Console, not_begun: int = 0)
     console.print(_point_table(shown, console.width))
     for name, cell in zip(names(cells), cells, strict=True):
         if not cell.finished:
-            culprit = (cell.result or {}).get("culprit")
             state = f"{cell.summary.state}, see {cell.folder}"
-            why = describe_culprit(culprit) if culprit else state
+            why = describe_end(cell.result or {}) or state
             first = why.partition("\n")[0]
             typed = " ".join(f"{key}={value}" for key, value in cell.overrides.items())
             say(console, f"point {name} ({typed or '(no override)'}): {first}", "red")

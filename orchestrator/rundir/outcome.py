@@ -178,6 +178,25 @@ def describe_culprit(culprit: Mapping[str, Any]) -> str:
     return f"the run failed{'' if node is None else f' on {node}'}: {cause}"
 
 
+CANCELLED_AT_ONCE = "cancelled at once, by a second interrupt or cancel --now"
+
+
+def describe_end(result: Mapping[str, Any]) -> str:
+    """Return the culprit of result.json, or how the run was cancelled, as one sentence; "" if
+    neither is known.
+
+    >>> culprit = {"rank": None, "node": "launcher", "cause": CANCELLED_AT_ONCE}
+    >>> describe_end({"state": "stopped", "culprit": culprit})
+    'the run was cancelled at once, by a second interrupt or cancel --now'
+    """
+    culprit: Mapping[str, Any] | None = result.get("culprit")
+    if not culprit:
+        return ""
+    if result["state"] == State.STOPPED.value:  # not agreed by the ranks: it was cancelled
+        return f"the run was {culprit['cause']}"
+    return describe_culprit(culprit)
+
+
 def write_result(
     run: RunDir, state: State, culprit: Culprit | None = None, *, remark: str = "", why: str = ""
 ) -> None:

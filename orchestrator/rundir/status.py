@@ -41,7 +41,7 @@ class RunStatus:
         seconds_left: until the last update, at the recent pace; time_left_s: of the job's limit.
         boundary_age_s: since the last update boundary.
         restarts: attempts that began by themselves; what a person asked for (resume) is none.
-        survived: how often the latest attempt's ranks agreed on a smaller group; came_back: how
+        survived: how often the latest attempt's ranks agreed on a smaller group; rejoined: how
             many ranks were let in again.
         lost_updates: over all attempts; why: of the latest restart.
         reason: why it is pending or unknown, why it failed, or why it cannot be read.
@@ -67,7 +67,7 @@ class RunStatus:
     attempts: int = 0
     restarts: int = 0
     survived: int = 0
-    came_back: int = 0
+    rejoined: int = 0
     lost_updates: int = 0
     why: str | None = None
     time_left_s: float | None = None
@@ -138,7 +138,7 @@ def from_folder(run: RunDir) -> RunStatus:
         # attempts that began by themselves: neither the first, nor one by `resume`
         restarts=max(0, made - 1 - len(resumed & set(range(1, made)))),
         survived=sum(1 for found in generations if found.get("gone")),
-        came_back=sum(len(found.get("joined", ())) for found in generations),
+        rejoined=sum(len(found.get("joined", ())) for found in generations),
         lost_updates=sum(int(note["lost_updates"]) for note in notes),
         why=next((str(n["why"]) for n in reversed(notes) if not n["asked"]), None),
         reason=reason,

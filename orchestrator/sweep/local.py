@@ -26,13 +26,11 @@ from orchestrator.clusters.machine import Machine, free_memory_bytes
 from orchestrator.config.rules import at_once
 from orchestrator.config.schema import Config
 from orchestrator.errors import EXIT_FAILED, EXIT_FINISHED, OrchestratorError, describe_status
-from orchestrator.report.sweep_tables import only_varying
+from orchestrator.report.sweep_tables import describe_outcome, only_varying
 from orchestrator.report.terminal import outlive_reader, say
 from orchestrator.rundir.files import APPENDING, open_nofollow
-from orchestrator.rundir.metrics import Figures, summarize
-from orchestrator.rundir.outcome import describe_culprit, describe_stop
+from orchestrator.rundir.outcome import describe_stop
 from orchestrator.sweep.tasks import Action, PointTask, prepared_task
-from orchestrator.units import format_number, format_seconds, plural
 
 RANK_BYTES = 512 << 20
 """Assumed memory of a rank, mostly for the framework's import."""
@@ -334,7 +332,11 @@ def run_here(tasks: Sequence[PointTask], output: OutputOptions) -> dict[Path, Po
                 counts = f"{len(queue.running)} running, {len(waiting)} waiting"
                 left = counts if queue.running or waiting else "the last"
                 style = "green" if good else "bold red"
-                say(output.console, f"{names[path]}: {_outcome(one)} ({left})", style)
+                say(
+                    output.console,
+                    f"{names[path]}: {describe_outcome(one.task.run)} ({left})",
+                    style,
+                )
 
 
 def most_at_once(configs: Sequence[Config], output: OutputOptions) -> int | None:
@@ -352,17 +354,3 @@ def most_at_once(configs: Sequence[Config], output: OutputOptions) -> int | None
     )
     output.note(sentence, "dim", prose=True)
     return 1
-
-
-def _outcome(one: PointResult) -> str:
-    """Return how a point ended and what it measured, in short."""
-    result = one.task.run.read_result() or {}
-    if result.get("culprit"):
-        return describe_culprit(result["culprit"]).partition("\n")[0]
-    figures = summarize(result, Figures())
-    return ", ".join([
-        f"{figures.state}",
-        plural(figures.updates, "update"),
-        *([] if figures.loss is None else [f"loss {format_number(figures.loss)}"]),
-        *([] if figures.seconds is None else [format_seconds(figures.seconds)]),
-    ])  # fmt: skip

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
 
 from orchestrator.cli.follow import OutputOptions
 from orchestrator.cli.resume import changed_inputs, refuse_changed, resumption, submission_directory
@@ -28,6 +30,7 @@ from orchestrator.report.caller import tell_begun
 from orchestrator.report.sweep_tables import (
     accumulation_pairs,
     current_overrides,
+    describe_outcome,
     only_varying,
     print_sweep,
     swept_run,
@@ -36,9 +39,11 @@ from orchestrator.report.sweep_tables import (
 )
 from orchestrator.report.terminal import command, say
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.status import OVER, UNREADABLE, RunStatus
+from orchestrator.rundir.lock import is_locked
+from orchestrator.rundir.status import OVER, UNREADABLE, RunStatus, find_runs
 from orchestrator.sweep.points import Point, check_points
 from orchestrator.sweep.tasks import (
+    CELL,
     POINTS,
     Action,
     PointTask,
@@ -136,6 +141,47 @@ def _run_tasks(tasks: Sequence[PointTask], output: OutputOptions, not_begun: int
         return EXIT_INTERRUPTED if EXIT_INTERRUPTED in codes else EXIT_STOPPED
     complete = EXIT_STOPPED if not_begun else EXIT_FINISHED
     return EXIT_FAILED if EXIT_FAILED in codes else max(codes, default=complete)
+
+
+def is_sweep(folder: RunDir) -> bool:
+    """Return whether a folder is a sweep's: of points, a search, or a command that begins them."""
+    if folder.search.exists():
+        return True
+    paths = find_runs(folder.path)
+    if not paths:
+        return is_locked(folder)
+    for path in paths:
+        with contextlib.suppress(RunFolderError):
+            if path.parent == folder.path and CELL in RunDir(path).read_submission():
+                return True
+    return False
+
+
+def follow_sweep(sweep: RunDir, console: Console, wait: Callable[[], bool]) -> None:
+    """Print a line for each point that begins or ends, and the table at the end.
+
+    Args:
+        wait: returns, after some time, whether anything of the sweep still runs.
+    """
+    states: dict[Path, str] = {}
+    runs: list[RunDir] = []
+    at_work = True
+    while at_work:
+        at_work = wait()
+        runs = [RunDir(path) for path in find_runs(sweep.path)]
+        for run, status in zip(runs, statuses(runs)[0], strict=True):
+            is_over = status.state in OVER
+            if status.state != states.get(run.path) and (is_over or status.state == "running"):
+                states[run.path] = status.state
+                what = describe_outcome(run) if is_over else status.state
+                say(console, f"{run.path.name}: {what}", "green" * (status.state == "finished"))
+    stated = [run.read_submission().get("overrides") or () for run in runs]
+    varying = only_varying(
+        [current_overrides(run, given) for run, given in zip(runs, stated, strict=True)]
+    )
+    shown = [swept_run(run, overrides) for run, overrides in zip(runs, varying, strict=True)]
+    if shown:
+        print_sweep(shown, console, _count_not_begun(runs))
 
 
 def _count_not_begun(runs: Sequence[RunDir]) -> int:

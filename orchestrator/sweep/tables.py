@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -18,7 +19,7 @@ from orchestrator.errors import ClusterError, ConfigError
 from orchestrator.plugins import CLUSTERS
 from orchestrator.report.run_tables import print_plan, print_plans
 from orchestrator.report.sweep_tables import only_varying
-from orchestrator.report.terminal import literal, new_table, print_json, say
+from orchestrator.report.terminal import literal, new_table, say
 from orchestrator.sweep.points import check_points
 from orchestrator.sweep.tasks import Action, PointTask, tasks_of
 from orchestrator.units import plural, short_overrides
@@ -34,16 +35,57 @@ STYLES = {
 MOST_PLANS = 8  # points of which what differs is shown one by one, before the table of all
 
 
-def show_plan(line: CommandLine, console: Console, *, as_json: bool) -> None:
-    """Print each rank's work, of a run or of each point of a sweep, as a launch would have it.
+@dataclass(frozen=True, kw_only=True)
+class PlannedPoints:
+    """What a launch of a sweep would do.
+
+    Attributes:
+        tasks, plans: of each point.
+        sentences: what the cluster would say, and what would be refused.
+    """
+
+    tasks: Sequence[PointTask]
+    plans: Sequence[dict[str, Any]]
+    sentences: Sequence[str]
+
+    def to_json(self) -> list[dict[str, Any]]:
+        return [
+            {"overrides": list(task.point.overrides), "point": _row_of(task), **plan}
+            for task, plan in zip(self.tasks, self.plans, strict=True)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """What a launch of a run would do.
+
+    Attributes:
+        answer: the cluster's answer to the request; empty if it has none.
+    """
+
+    config: Config
+    plan: dict[str, Any]
+    request: Request
+    answer: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        if not self.answer:
+            return self.plan
+        return {**self.plan, "request": {**self.request.details, **self.answer}}
+
+
+def plan_line(line: CommandLine) -> PlannedRun | PlannedPoints:
+    """Return each rank's work, of a run or of each point of a sweep, as a launch would have it.
 
     Raises `UsageError` as a launch does; `ConfigError` for a search, whose points are not known.
     """
     composer = Composer(line)
-    found = composer.compose()
-    if not found.sweeps:
-        _show_plan_of_run(found.config(), console, as_json=as_json)
-        return
+    composed = composer.compose()
+    if not composed.sweeps:
+        config = composed.config()
+        plan = with_notes(prepare(config), config)
+        request, answer = ask_cluster(config)
+        return PlannedRun(config=config, plan=plan, request=request, answer=answer)
     if composer.searches:
         raise ConfigError(
             "a search chooses its points by what came of earlier ones, so there is no plan of them"
@@ -55,36 +97,32 @@ def show_plan(line: CommandLine, console: Console, *, as_json: bool) -> None:
     sentences = _cluster_answers(tasks)
     if any(task.replaces for task in tasks):
         sentences.append("finished points run again only with --changed")
-    if as_json:
-        print_json([
-            {"overrides": list(task.point.overrides), "cell": _row_of(task), **plan}
-            for task, plan in zip(tasks, plans, strict=True)
-        ])  # fmt: skip
-        for sentence in sentences:
-            say(Console(stderr=True), f"warning: {sentence}", "yellow")
+    return PlannedPoints(tasks=tasks, plans=plans, sentences=sentences)
+
+
+def show_plan(planned: PlannedRun | PlannedPoints, console: Console) -> None:
+    """Print a plan as tables."""
+    if isinstance(planned, PlannedRun):
+        _show_plan_of_run(planned, console)
         return
-    varying = only_varying([task.point.overrides for task in tasks])
-    labels = [task.point.label(o) for task, o in zip(tasks, varying, strict=True)]
-    print_plans(dict(zip(labels, plans, strict=True)), console, most_shown=MOST_PLANS)
-    _print_tasks(tasks, console)
-    for sentence in sentences:
+    varying = only_varying([task.point.overrides for task in planned.tasks])
+    labels = [task.point.label(o) for task, o in zip(planned.tasks, varying, strict=True)]
+    print_plans(dict(zip(labels, planned.plans, strict=True)), console, most_shown=MOST_PLANS)
+    _print_tasks(planned.tasks, console)
+    for sentence in planned.sentences:
         say(console, sentence, "yellow", prose=True)
 
 
-def _show_plan_of_run(config: Config, console: Console, *, as_json: bool) -> None:
-    plan = with_notes(prepare(config), config)
-    request, notice = ask_cluster(config)
-    if as_json:
-        print_json({**plan, **({"request": {**request.details, **notice}} if notice else {})})
-        return
-    print_plan(plan, console)
-    if notice and request.text:
-        sys.stdout.write(f"\n{request.text}\n")
-    if answer := notice.get("scheduler"):
-        speaker = "a launch here" if config.cluster.kind == "local" else "the scheduler"
-        style = "red" if notice["refused"] else ""
-        say(console, f"{speaker} would say: {answer}", style)
-    if warning := notice.get("warning"):
+def _show_plan_of_run(planned: PlannedRun, console: Console) -> None:
+    print_plan(planned.plan, console)
+    answer = planned.answer
+    if answer and planned.request.text:
+        sys.stdout.write(f"\n{planned.request.text}\n")
+    if sentence := answer.get("scheduler"):
+        is_local = planned.config.cluster.kind == "local"
+        speaker = "a launch here" if is_local else "the scheduler"
+        say(console, f"{speaker} would say: {sentence}", "red" if answer["refused"] else "")
+    if warning := answer.get("warning"):
         say(console, f"warning: {warning}", "yellow", prose=True)
 
 
@@ -114,7 +152,7 @@ def _cluster_answers(tasks: Sequence[PointTask]) -> list[str]:
 def _row_of(task: PointTask) -> dict[str, Any]:
     return {
         "folder": str(task.run.path),
-        "do": task.action.value,
+        "action": task.action.value,
         "why": task.why,
         "nodes": node_range(task.point.config.cluster.nodes)[1],
     }

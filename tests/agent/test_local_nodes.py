@@ -75,8 +75,12 @@ def test_a_node_that_is_stopped_obeys_a_second_interrupt(tmp_path):
     launcher.send_signal(signal.SIGINT)
     until(lambda: "once more" in (launcher.stdout.readline() or "once more"), 30, "the word")
     launcher.send_signal(signal.SIGINT)
-    helpers.await_exit(launcher, 130, timeout=20)
+    said = helpers.await_exit(launcher, 130, timeout=20)
+    assert "the run was cancelled at once" in " ".join(said.split())
+    assert "failed" not in said
     assert not helpers.processes_of(tmp_path / "run")
+    [status] = json.loads(helpers.verb("status", tmp_path / "run", "--json").stdout)
+    assert (status["state"], status["culprit"]) == ("cancelled", None)
 
 
 @pytest.mark.parametrize("when", ["it imports", "a node is stopped"])

@@ -132,7 +132,7 @@ def test_every_killed_rank_comes_back_rank_0_too_and_the_bits_are_the_same(run, 
     for said in (message, "metrics.jsonl could not be written: File too large", "room again"):
         assert said in " ".join(output.split())
     status = json.loads(helpers.verb("status", run, "--json").stdout)[0]
-    assert (status["survived"], status["came_back"]) == (2, 2)
+    assert (status["survived"], status["rejoined"]) == (2, 2)
 
 
 def test_sharded_ranks_and_a_node_come_back_though_one_newcomer_dies_on_its_way(run, undisturbed):

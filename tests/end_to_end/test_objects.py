@@ -4,7 +4,9 @@ Every run here is started as a user's script starts it: by a process of its own.
 """
 
 import asyncio
+import importlib
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 import orchestrator
 from orchestrator import Job
@@ -30,6 +33,7 @@ from tests import warm
 from tests.helpers import LIGHT, SMALL, TINY, call, environment, verb
 from tests.hold import Hold, request_stop
 from tests.light_job import Light
+from tests.run_folders import maker, record
 
 SHORT = ("train.updates=12", "accumulation.global_batch=24", "accumulation.steps=2", SMALL)
 
@@ -99,6 +103,8 @@ def test_what_the_command_refuses_is_raised_and_leaves_nothing():
         ((LIGHT, "job.smples=3"), JobError, "did you mean 'samples'?"),
         ((LIGHT, "cluster.nodes=0"), ConfigError, "cluster.nodes"),
         (("-m", LIGHT, "accumulation.steps=1,2"), ConfigError, "start_sweep()"),
+        ((), ConfigError, "nothing says what to train: .* job=digits"),
+        (("my_job.Line",), ConfigError, "job._target_=my_job.Line"),
     ):
         with pytest.raises(error, match=text.replace("(", r"\(").replace(")", r"\)")):
             orchestrator.start(*words)
@@ -134,6 +140,8 @@ def test_classes_that_ranks_cannot_import_are_refused():
         orchestrator.start(Local)
     with pytest.raises(ConfigError, match="made from"):
         orchestrator.start(Light, job={"width": object()})
+    with pytest.raises(ConfigError, match="call is a function"):
+        orchestrator.start(call)  # pyright: ignore[reportArgumentType]
     script = (
         "import orchestrator\nclass Line(orchestrator.Job): pass\n"
         "try: orchestrator.start(Line)\nexcept orchestrator.ConfigError as e: print(e)"
@@ -179,6 +187,100 @@ def test_a_run_goes_on_when_its_starter_ends_and_is_cancelled_and_resumed_by_oth
         run.cancel()
 
 
+def test_a_run_that_its_user_cancels_at_once_is_cancelled_and_resumed(tmp_path):
+    hold = Hold(tmp_path / "hold").hold_before(5)
+    run = orchestrator.start(LIGHT, *SHORT, hold.override)
+    hold.wait_until_held(5, (0, 1))
+    run.cancel(now=True)
+    assert run.wait(60) == "cancelled"
+    assert verb("wait", run.folder).returncode == EXIT_STOPPED
+    with pytest.raises(RunFailed, match="the run was cancelled at once, by a second interrupt"):
+        _ = run.result
+    assert run.status.culprit is None
+    hold.release()
+    with pytest.warns(UserWarning, match="no checkpoint yet"):
+        run.resume()
+    assert run.wait(120) == "finished"
+
+
+def test_a_resume_takes_arguments_of_the_job_that_leave_its_numbers_as_they_are():
+    run = orchestrator.start(Light, job={"width": 8}, overrides=SHORT)
+    run.wait(120)
+    with pytest.raises(ConfigError, match=r"job\.width=9"):
+        run.resume("train.updates=14", job={"width": 9})
+    assert run.resume("train.updates=14", job={"width": 8}).wait(120) == "finished"
+
+
+def test_python_before_a_program_is_this_python(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text("import sys\nprint(sys.executable)\n")
+    monkeypatch.setenv("PATH", "/nowhere")
+    run = orchestrator.start(SMALL, "cluster.nodes=1", "--", "python", "train.py")
+    assert run.wait(60) == "finished"
+    assert run.plan["program"]["argv"] == ["train.py"]
+    assert run.logs().splitlines()[-1] == sys.executable
+
+
+JOB = """
+import torch
+from tests.tiny_job import Tiny
+class Own(Tiny):
+    def model(self):
+        return torch.nn.Sequential(super().model(), torch.nn.{layer}())
+"""
+
+
+def test_a_model_of_a_class_that_was_edited_is_warned_of_until_it_is_reloaded(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "own_job.py").write_text(JOB.format(layer="Identity"))
+    monkeypatch.syspath_prepend(tmp_path)
+    import own_job  # pyright: ignore[reportMissingImports]
+
+    run = orchestrator.start(own_job.Own, overrides=SHORT)
+    run.wait(120)
+    assert isinstance(run.load_model()[1], torch.nn.Identity)
+    (tmp_path / "own_job.py").write_text(JOB.format(layer="Tanh"))
+    with pytest.warns(UserWarning, match=r"own_job.py changed after .* importlib.reload"):
+        assert isinstance(run.load_model()[1], torch.nn.Identity)
+    older = own_job.Own
+    importlib.reload(own_job)
+    with pytest.raises(ConfigError, match="from own_job import Own once more"):
+        orchestrator.start(older)
+    assert isinstance(run.load_model()[1], torch.nn.Tanh)
+
+
+def test_a_run_of_mindspore_gives_its_model_and_weights():
+    run = orchestrator.start(
+        "job=line", SMALL, "cluster.nodes=1", "train.updates=4", "train.precision=float64"
+    )
+    assert run.wait(180) == "finished"
+    state, model = run.state_dict(), run.load_model()
+    parameters = model.parameters_dict()
+    assert state.keys() == parameters.keys()
+    for name, tensor in state.items():
+        assert parameters[name].asnumpy() == pytest.approx(tensor.asnumpy(), rel=1e-6)
+
+
+def test_a_plan_and_a_comparison_are_data_and_start_nothing():
+    plan = orchestrator.plan_run(TINY, *SHORT)
+    assert (plan["updates"], plan["ranks"]) == (12, 2)
+    with pytest.raises(ConfigError, match=r"plan_sweep\(\)"):
+        orchestrator.plan_run("-m", TINY, *SHORT, "train.seed=1,2")
+    plans = orchestrator.plan_sweep(TINY, *SHORT, "train.seed=1,2")
+    assert [plan["point"]["action"] for plan in plans] == ["to run", "to run"]
+    assert not Path("runs").exists()
+    a, b = (orchestrator.start(TINY, *SHORT, f"train.seed={seed}") for seed in (1, 2))
+    assert (a.wait(120), b.wait(120)) == ("finished", "finished")
+    compared = orchestrator.compare(a, b.folder)
+    assert compared.settings == {"train.seed": [1, 2]}
+    assert not compared.weights.equal_bits
+    assert compared.losses is not None
+    assert compared.losses.updates == 12
+    printed = json.loads(verb("compare", a.folder, b.folder, "--json", code=0).stdout)
+    assert printed == json.loads(json.dumps(compared.to_json()))
+    assert "Python" in [check.subject for check in orchestrator.check_machine()]
+
+
 def test_a_failed_run_says_why_when_it_is_asked_for_its_result():
     fault = {"fault": "raise", "fault_rank": 1, "fault_after": 3}
     run = orchestrator.start(Light, job=fault, overrides=SHORT)
@@ -186,6 +288,13 @@ def test_a_failed_run_says_why_when_it_is_asked_for_its_result():
     with pytest.raises(RunFailed, match=r"rank 1(?s:.)*resume"):
         _ = run.result
     assert run.status.culprit
+
+
+def test_a_figure_that_never_was_finite_has_no_best(tmp_path):
+    lines = [record(update, loss=math.nan) for update in range(3)]
+    run = orchestrator.open_run(maker(tmp_path)("diverged", records=lines).path)
+    with pytest.raises(UsageError, match="no number as 'loss'; it never was finite"):
+        run.best("-loss")
 
 
 def test_what_only_a_rank_can_know_is_raised_by_wait():
@@ -209,6 +318,9 @@ def test_folders_that_are_gone_or_other_things():
         orchestrator.open_run("runs/other")
     with pytest.raises(RunFolderError, match=r"list_runs\(\)"):
         orchestrator.open_run("runs")
+    for folder in ("runs", ".", "elsewhere"):
+        with pytest.raises(RunFolderError, match=r"open_run\(\).*list_runs\(\)"):
+            orchestrator.open_sweep(folder)
     with pytest.raises(RunFolderError):
         orchestrator.list_runs("elsewhere")
 
@@ -271,7 +383,7 @@ def test_modules_beside_the_script_are_found(tmp_path):
     assert run.result["updates"] == 14
 
 
-def test_a_sweep_and_its_table():
+def test_a_sweep_and_its_table(capfd):
     sweep = orchestrator.start_sweep(LIGHT, *SHORT, "accumulation.steps=1,2", "train.seed=1,2")
     assert sweep.wait(180) == sweep.state == "finished"
     table = sweep.table
@@ -281,6 +393,11 @@ def test_a_sweep_and_its_table():
     best = sweep.best("-held_out.loss")
     assert best.result["metrics"]["loss"] == min(row["held_out.loss"] for row in table)
     assert best in sweep.runs
+    assert sweep.follow() == "finished"
+    printed = capfd.readouterr().out
+    assert printed.startswith("0: finished, 12 updates, loss ")
+    assert "4 of 4 points finished" in printed
+    assert verb("attach", sweep.folder, code=0).stdout.startswith("0: finished, 12 updates")
     assert sweep.resume("train.updates=13").wait(180) == "finished"
     assert [run.result["updates"] for run in orchestrator.open_sweep(sweep.folder).runs] == [13] * 4
     with pytest.raises(RunFolderError, match="open_sweep"):

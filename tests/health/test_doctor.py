@@ -28,8 +28,10 @@ HURTFUL = {
 
 @pytest.mark.parametrize("setting", HURTFUL)
 def test_each_setting_that_hurts_is_told_with_what_to_do(setting):
-    assert [one.do for one in doctor.from_settings(KIND)] == [""], "a harmless one needs no action"
-    found = [one for one in doctor.from_settings({**KIND, setting: HURTFUL[setting]}) if one.do]
+    assert [one.remedy for one in doctor.from_settings(KIND)] == [""], (
+        "a harmless one needs no action"
+    )
+    found = [one for one in doctor.from_settings({**KIND, setting: HURTFUL[setting]}) if one.remedy]
     assert len(found) == 1
     assert found[0].state in (NOTE, BAD)
     assert len(doctor.HURTFUL) == len(HURTFUL), "each has a row here"
@@ -38,7 +40,7 @@ def test_each_setting_that_hurts_is_told_with_what_to_do(setting):
 def test_a_machine_without_slurm_gets_one_note(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     [found] = doctor.slurm()
-    assert (found.state, "python -m slurm up" in found.do) == (NOTE, True)
+    assert (found.state, "python -m slurm up" in found.remedy) == (NOTE, True)
 
 
 def test_a_controller_that_does_not_answer_is_bad_and_said(monkeypatch, tmp_path):
@@ -48,7 +50,7 @@ def test_a_controller_that_does_not_answer_is_bad_and_said(monkeypatch, tmp_path
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("SLURM_CONF", raising=False)
     [found] = doctor.slurm()
-    assert (found.state, "does not answer" in found.found, bool(found.do)) == (BAD, True, True)
+    assert (found.state, "does not answer" in found.text, bool(found.remedy)) == (BAD, True, True)
 
 
 def test_what_is_called_tested_is_what_the_tests_run_with():
@@ -66,11 +68,11 @@ def test_a_wrong_sum_and_a_failed_run_are_bad(made):
     assert [one.state for one in trial_findings(run, 0)] == ["good", BAD]
     run.begin_attempt()
     write_json(run.attempt(1) / NODES_FILE, {"nodes": [{"node": "n1", **WELL}], "damaged": []})
-    assert [one.about for one in trial_findings(run, 0)] == ["runs", "nodes", "collective"]
+    assert [one.subject for one in trial_findings(run, 0)] == ["runs", "nodes", "collective"]
     culprit = {"rank": 1, "node": "n1", "cause": "no route", "log_tail": []}
     failed = made("failed", ended=result(state="failed", culprit=culprit))
     [found] = trial_findings(failed, 1)
-    assert (found.state, "no route" in found.found) == (BAD, True)
+    assert (found.state, "no route" in found.text) == (BAD, True)
 
 
 def test_here_it_sums_on_two_simulated_nodes(tmp_path):
@@ -82,11 +84,11 @@ def test_here_it_sums_on_two_simulated_nodes(tmp_path):
     done = call("doctor", *asked, module="orchestrator")
     findings = json.loads(done.stdout)
     assert done.returncode == any(one["state"] == BAD for one in findings), done.stderr
-    collectives = [one["state"] for one in findings if one["about"] == "collective"]
+    collectives = [one["state"] for one in findings if one["subject"] == "collective"]
     assert collectives == ["good"] * 2, findings
-    nodes = [one["found"].partition(":")[0] for one in findings if one["about"] == "nodes"]
+    nodes = [one["text"].partition(":")[0] for one in findings if one["subject"] == "nodes"]
     assert nodes == ["node0", "node1"]
-    assert all(one["do"] for one in findings if one["state"] == BAD)
+    assert all(one["remedy"] for one in findings if one["state"] == BAD)
 
 
 WELL = {
@@ -126,15 +128,15 @@ def test_each_fault_names_its_node_and_how_to_exclude_it(change, words, state):
     (fault,) = node_faults(
         nodes([{"bytes_per_s": 1e9}, {"bytes_per_s": 1e9, **change}, {"bytes_per_s": 1e9}]), []
     )
-    assert (fault.found.partition(":")[0], fault.state) == ("n1", state)
-    assert words in fault.found
-    assert "cluster.exclude=n1" in fault.do
+    assert (fault.text.partition(":")[0], fault.state) == ("n1", state)
+    assert words in fault.text
+    assert "cluster.exclude=n1" in fault.remedy
 
 
 def test_damaged_data_names_both_ends_and_sound_nodes_have_no_faults():
     (fault,) = node_faults(nodes([{}, {}, {}]), [("n2", "n0")])
     assert fault.state == BAD
-    assert "n2: data that it sent to n0 came damaged" in fault.found
+    assert "n2: data that it sent to n0 came damaged" in fault.text
 
 
 def test_all_ranks_measure_the_same_links_and_find_damaged_data(tmp_path):

@@ -51,6 +51,7 @@ def test_held_out_text_is_of_other_files():
         ("job=contrastive", "job.width=20"),
         ("job=jepa", "job.width=24", "job.layers=3"),
         ("job=language_model", "job.width=32", "job.layers=3"),
+        ("job=gpt2", "job.width=20", "job.layers=3", "job.letters=7"),
         ("job=vae", "job.hidden=20", "job.latent=3"),
     ],
 )

@@ -204,7 +204,9 @@ def test_work_and_waiting_of_ranks_are_drawn_those_first_that_wait_least(made):
     seconds = {"work": [2.0, 9.0, 3.0], "wait": [8.0, 1.0, 7.0]}
     data = data_of(made("ranks", ended=result(seconds_of_ranks=seconds)).path)
     [chart] = [chart for chart in charts(data) if chart["id"] == "work-by-rank"]
-    assert chart["says"].startswith("rank 1 waits least: 1 s beside 9 s of work; rank 0 most: 8 s")
+    assert chart["says"].startswith(
+        "rank 1 waits least: 1.00 s beside 9.00 s of work; rank 0 most: 8.00 s"
+    )
     drawn = [value["rank"] for value in chart["spec"]["data"]["values"]]
     assert drawn == ["rank 1", "rank 1", "rank 2", "rank 2", "rank 0", "rank 0"]
     seconds = {"work": [1.0] * 1000, "wait": [float(rank) for rank in range(1000)]}
@@ -213,8 +215,45 @@ def test_work_and_waiting_of_ranks_are_drawn_those_first_that_wait_least(made):
     assert len(run["seconds_of_ranks"]) < 100
 
 
+@pytest.mark.parametrize(
+    ("seconds", "size", "unit", "text"),
+    [
+        (0.004, 1e-3, "ms", "4.00 ms"),
+        (40.0, 1.0, "s", "40.0 s"),
+        (9000.0, 3600.0, "h", "2 h 30 min"),
+    ],
+)
+def test_axes_of_time_have_the_unit_that_fits_their_values(made, seconds, size, unit, text):
+    lines = [record(n, time=n * seconds, update_s=seconds, compute_s=seconds) for n in range(2)]
+    ranks = {"work": [seconds, seconds], "wait": [0.0, 0.0]}
+    run = made("0", records=lines, ended=result(seconds_of_ranks=ranks))
+    drawn = {chart["id"]: chart for chart in charts(data_of(run.path))}
+    curve, shares, by_rank = (
+        drawn[name]["spec"] for name in ("loss-elapsed_s", "time-of-updates", "work-by-rank")
+    )
+    assert curve["encoding"]["x"]["title"] == f"time since the run began to train ({unit})"
+    assert curve["data"]["values"][0]["x"][1] == pytest.approx(2 * seconds / size, rel=1e-5)
+    assert shares["encoding"]["y"]["title"] == f"time of rank 0 ({unit})"
+    assert shares["data"]["values"][0]["compute"][0] == pytest.approx(seconds / size, rel=1e-5)
+    assert by_rank["encoding"]["x"]["title"].endswith(f"({unit})")
+    assert by_rank["data"]["values"][0]["time"] == pytest.approx(seconds / size)
+    assert by_rank["data"]["values"][0]["text"] == text
+
+
+def test_memory_is_drawn_in_its_unit_and_counts_of_the_plan_have_separators(made):
+    parts = {"parameters": 3 * 2**30, "gradients": 2**29}
+    data = data_of(made("0", ended=result(memory=parts)).path)
+    [chart] = [chart for chart in charts(data) if chart["id"] == "memory"]
+    assert chart["spec"]["encoding"]["x"]["title"] == "memory of the largest rank (GiB)"
+    assert [value["memory"] for value in chart["spec"]["data"]["values"]] == [3.0, 0.5]
+    assert chart["says"] == "parameters: 3.00 GiB; gradients: 512 MiB"
+    plan = data["runs"][0]["plan"]
+    assert plan["parameters"]["text"] == f"{plan['parameters']['value']:,}"
+    assert "," in plan["parameters"]["text"]
+
+
 def test_the_stages_of_a_batch_schedule_are_on_the_page(made):
     stages = "accumulation.batch_schedule=[[2,512],[4,700]]"
     [run] = data_of(made("grows", "accumulation.global_batch=256", stages).path)["runs"]
-    assert "from update 2 on 512 samples in " in run["plan"]["batch_schedule"]
-    assert "; from update 4 on 700 samples in " in run["plan"]["batch_schedule"]
+    assert "from update 2 on 512 samples in " in run["plan"]["batch_schedule"]["text"]
+    assert "; from update 4 on 700 samples in " in run["plan"]["batch_schedule"]["text"]

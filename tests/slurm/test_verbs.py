@@ -83,7 +83,7 @@ def test_doctor_shows_the_cluster_and_runs_a_collective_on_its_nodes(slurm, tmp_
     run = tmp_path / "run"
     where = ("+cluster=slurm_dev", f"cluster.slurm_conf={slurm.slurm_conf}", f"run.dir={run}")
     done = runs.verb("doctor", "--run", "--json", *where, *runs.SHAPE, code=0)
-    facts = [(one["about"], one["found"]) for one in json.loads(done.stdout)]
+    facts = [(one["subject"], one["text"]) for one in json.loads(done.stdout)]
     text = "\n".join(found for _, found in facts)
     assert "ranks are not kept to their own cores" in text, "its TaskPlugin is task/none"
     assert f"{run} was written here and read on 2 ranks on 2 nodes, and back" in text

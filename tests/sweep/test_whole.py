@@ -106,7 +106,7 @@ def test_each_point_of_a_sweep_has_the_plan_that_it_has_alone(asked, points):
     for plan in found:
         config = compose(plan.pop("overrides"))
         alone = with_notes(prepare(config), config)
-        assert plan.pop("cell")["do"] == "to run"
+        assert plan.pop("point")["action"] == "to run"
         assert plan == json.loads(json.dumps(alone))
     words = planned(*asked)
     for number in range(points):

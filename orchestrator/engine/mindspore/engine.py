@@ -189,6 +189,26 @@ def load(path: Path, parameters: Mapping[str, Parameter]) -> None:
     _assign(parameters, found)
 
 
+def saved_tensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file, by name."""
+    return {name: Tensor(array) for name, array in load_file(str(path)).items()}
+
+
+def load_cast(path: Path, parameters: Mapping[str, Parameter]) -> None:
+    """Set the parameters to a file's, in the precision that they have.
+
+    Raises `RunFolderError` for another model's.
+    """
+    arrays = load_file(str(path))
+    kinds = {
+        name: (_kinds_of(parameters).get(name, kind)[0], kind[1])
+        for name, kind in _kinds_in(arrays).items()
+    }
+    if wrong := misfits(kinds, _kinds_of(parameters)):
+        raise RunFolderError(f"{path} does not fit this model: {wrong}")
+    _assign(parameters, arrays)
+
+
 def _assign(parameters: Mapping[str, Parameter], arrays: Mapping[str, Any]) -> None:
     for name, array in arrays.items():
         ops.assign(parameters[name], Tensor(array, parameters[name].dtype))  # see `_assign_rate`

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from orchestrator.engine.api import Engine, EngineSettings, Framework, GroupSpec
 from orchestrator.engine.mindspore.rendezvous import ahead
 from orchestrator.errors import JobError
+from orchestrator.rundir.checkpoints import WEIGHTS
 
 TESTED = "2.10"
 
@@ -29,6 +32,20 @@ class MindSpore(Framework):
         from orchestrator.engine.mindspore.engine import versions
 
         return versions()
+
+    def state_dict(self, checkpoint: Path, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Return tensors of MindSpore."""
+        del extra
+        check_installed()
+        from orchestrator.engine.mindspore.engine import saved_tensors
+
+        return saved_tensors(checkpoint / WEIGHTS)
+
+    def load_weights(self, model: Any, checkpoint: Path, extra: Mapping[str, Any]) -> None:
+        del extra
+        from orchestrator.engine.mindspore.engine import load_cast
+
+        load_cast(checkpoint / WEIGHTS, model.parameters_dict())
 
     def ahead(self, spec: GroupSpec) -> None:
         check_installed()
