@@ -31,11 +31,11 @@ LIMIT_S = 2 * 60 * 60  # half of a core each takes an hour
 NICE = ("nice", "-n", "19")
 PYRIGHT = (*NICE, sys.executable, "-m", "pyright", "--pythonpath", sys.executable)
 # At this priority a test may stand still for a while, so its limit is longer.
-OTHERS = (*NICE, *PYTEST, "-n", "2", "--timeout=600", *CALM, "orchestrator")
+OTHERS = (*NICE, *PYTEST, "-n", "2", "--timeout=1200", *CALM, "orchestrator")
 # Hydra 1.4 with OmegaConf 2.4, next to the pinned versions (Makefile).
 HYDRA_NEXT = (
     *NICE, "env", f"PYTHONPATH={ROOT / '.venv' / 'hydra-1.4'}", sys.executable, "-m", "pytest",
-    "-q", "--timeout=600", "tests/config", "tests/sweep/test_launcher_suite.py",
+    "-q", "--timeout=1200", "tests/config", "tests/sweep/test_launcher_suite.py",
 )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ def command(*arguments, module="orchestrator.launch"):
     return [sys.executable, "-m", module, *map(str, arguments)]
 
 
-def call(*arguments, module="orchestrator.launch", cwd=None, timeout=120, code=None, **env):
+def call(*arguments, module="orchestrator.launch", cwd=None, timeout=300, code=None, **env):
     """Run a command to its end and return the completed process with text output.
 
     Args:
@@ -75,7 +75,7 @@ def begin_anew(*arguments, module="orchestrator.launch", cwd=None, **env):
     return process
 
 
-def await_exit(process, code, timeout=60):
+def await_exit(process, code, timeout=150):
     """Wait for the end of a process of `begin`, check its exit code and return its output."""
     output, _ = process.communicate(timeout=timeout)
     assert process.returncode == code, output
@@ -115,7 +115,7 @@ def commit(folder):
     return git("rev-parse", "HEAD")
 
 
-def until(condition, timeout_s=60.0, what="the condition"):
+def until(condition, timeout_s=150.0, what="the condition"):
     """Poll until `condition()` is true; give its value. Fails the test after `timeout_s`."""
     if value := first_true(condition, seconds=timeout_s):
         return value

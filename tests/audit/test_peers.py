@@ -73,7 +73,7 @@ Trainer(model, arguments, train_dataset=rows).train()
 
 
 def audited(folder, name, *words):
-    done = verb("audit", "--json", *words, "--", name, cwd=folder, timeout=150)
+    done = verb("audit", "--json", *words, "--", name, cwd=folder, timeout=300)
     return json.loads(done.stdout)["runs"][0]
 
 

@@ -79,7 +79,7 @@ def typed(block, folder):
         stub.write_text(f'#!/bin/sh\nprintf "%s\\0" {name} "$@" >>"$RECORD"\necho >>"$RECORD"\n')
         stub.chmod(0o700)
     subprocess.run(
-        ["/bin/bash", "-euc", block], check=True, cwd=folder, timeout=120,
+        ["/bin/bash", "-euc", block], check=True, cwd=folder, timeout=300,
         env={"PATH": str(programs), "RECORD": str(record), "HOME": os.environ["HOME"]},
     )  # fmt: skip
     return [line.split("\0")[:-1] for line in record.read_text().splitlines() if line]

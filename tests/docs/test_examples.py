@@ -117,7 +117,7 @@ def test_the_frameworks_own_accumulation_under_model_train_takes_the_big_batchs_
     (tmp_path / "model_train.py").write_text(script("mindspore.md", "model_train.py"))
     done = subprocess.run(
         [sys.executable, "model_train.py"], cwd=tmp_path, capture_output=True, text=True,
-        check=False, timeout=150, env={**os.environ, "GLOG_v": "3"},
+        check=False, timeout=300, env={**os.environ, "GLOG_v": "3"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     x = np.random.default_rng(0).standard_normal((200, 3))

@@ -117,7 +117,7 @@ def test_the_site_builds_without_warnings_and_has_every_page(tmp_path):
             sys.executable, "-m", "properdocs", "build", "--strict", "--quiet",
             "--config-file", str(ROOT / "properdocs.yml"), "--site-dir", str(tmp_path),
         ],
-        capture_output=True, text=True, check=False, timeout=120,
+        capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert built.returncode == 0, built.stdout + built.stderr
     pages = {path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")}
