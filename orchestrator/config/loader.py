@@ -31,7 +31,7 @@ from omegaconf import OmegaConf
 from orchestrator.config.changes import flat
 from orchestrator.config.command_line import CommandLine
 from orchestrator.config.schema import Config
-from orchestrator.config.typed_text import TypedFile
+from orchestrator.config.typed_text import TypedFile, refuse_unset
 from orchestrator.errors import ConfigError, expand_user
 
 
@@ -211,7 +211,9 @@ class Loader(ConfigLoaderImpl):
         # `${now:…}` means this moment from here on: Hydra's own is another one in each composition,
         # which put a sweep's points into two folders wherever a second ended between them.
         register_resolver("now", datetime.now().astimezone().strftime)
-        for resolver in (dense_parameters, transformer_parameters, sum_of, when_null):
+        for resolver in (
+            dense_parameters, transformer_parameters, sum_of, when_null, refuse_unset,
+        ):  # fmt: skip
             register_resolver(resolver.__name__, resolver)
         super().__init__(search_path(config_dir))
         self.repository = Repository(self.config_search_path)
