@@ -54,7 +54,9 @@ from orchestrator.engine.torch.model import (
     changing_advice,
     check_optimizer,
     doubled,
+    frozen_modules,
     in_evaluation,
+    is_opaque,
     job_state_of,
     kept_random_state,
     modes_of,
@@ -175,6 +177,7 @@ class TorchEngine(Engine):
         self._buffers = [name for name, _ in self.model.named_buffers()]
         # Each rank may leave a window, and be the one that saves what was before it.
         self._restores_forward = settings.survive or bool(self._buffers)
+        self._frozen = frozen_modules(self.model)  # whose buffers all ranks have in common
         self._is_first = True  # this process has not ended a window yet
         self._numbers_warned = False
         self._probed = self._is_sum = False
@@ -224,6 +227,7 @@ class TorchEngine(Engine):
         )
 
     def begin_window(self, window: Window) -> None:
+        self._share_frozen_buffers()
         self._job_state.watch()
         self._keep_for_undo()
         self._window, self._done = window, 0
@@ -237,6 +241,21 @@ class TorchEngine(Engine):
             leaves=window.micro_step_count if self._reproducible else None,
             expected_weight=window.samples,  # right wherever the weight is the number of samples
         )
+
+    def _share_frozen_buffers(self) -> None:
+        """Have all ranks take rank 0's buffers of modules that a job has put into evaluation mode.
+
+        Statistics of a batch norm, which are each rank's own, are constants of the model from then
+        on; a restart begins with rank 0's. Collective where there are such modules.
+        """
+        before, self._frozen = self._frozen, frozen_modules(self.model)
+        if self._group.size == 1 or self.shard_ranks or not (self._frozen - before):
+            return
+        held = dict(self.model.named_buffers())
+        names = [n for n in self._buffers if n.rpartition(".")[0] in self._frozen - before]
+        names = [name for name in names if not is_opaque(held[name])]
+        if names:
+            take_buffers(self._group, self.model, {name: held[name] for name in names})
 
     def micro_step(self, batch: Any, micro_batch: MicroBatch) -> None:
         window = self._window
@@ -481,6 +500,7 @@ class TorchEngine(Engine):
         )
         self.accumulator.precision.load(extra["precision"])
         self._modes.apply(extra["modes"])
+        self._frozen = frozen_modules(self.model)
         self._job_state.load(load_job(folder, extra["job"]))
         self.accumulator.learning_rate.keep()
         self._incomplete = False
@@ -661,6 +681,7 @@ class TorchEngine(Engine):
             earlier.learning_rate.set(float(base))
         # All continue with the writer's buffers, as at a resume.
         take_buffers(group, self.model, dict(self.model.named_buffers()))
+        self._frozen = frozen_modules(self.model)
         # A parameter that is frozen now may be thawed later: it stays among the trained ones.
         with self._modes.as_built():
             accumulator = Accumulator(self.model, earlier.optimizer, group, earlier.options)

@@ -210,6 +210,11 @@ class ForwardState:
             layer.set_extra_state(copy.deepcopy(before))
 
 
+def frozen_modules(model: Module) -> set[str]:
+    """Return the names of the modules in evaluation mode."""
+    return {name for name, module in model.named_modules() if not module.training}
+
+
 def modes_of(model: Module) -> ModelModes:
     """Return which parameters of `model` train, and which of its modules are in training mode."""
     # A compiled model and the one within have the same names, so a checkpoint fits either.
