@@ -86,6 +86,11 @@ from orchestrator.units import first_few
 if TYPE_CHECKING:
     from orchestrator.engine.torch.fully_sharded import FullySharded
 
+COUNTING = 3
+"""Windows in each of which the forward has changed a number, so that it counts or anneals. What a
+layer caches changes less often.
+"""
+
 
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the largest memory so far: the GPU's if it computes there, or the process's."""
@@ -180,6 +185,10 @@ class TorchEngine(Engine):
         self._frozen = frozen_modules(self.model)  # whose buffers all ranks have in common
         self._is_first = True  # this process has not ended a window yet
         self._numbers_warned = False
+        # Names of numbers that the forward has changed in each window so far; None before one.
+        self._windows_watched = 0
+        self._counted: set[str] | None = None
+        self._numbers: dict[str, float] | None = None  # at the beginning of an early window
         self._probed = self._is_sum = False
         self._warnings = norms + machine_warning(self.gather, settings.reduction)
 
@@ -231,6 +240,7 @@ class TorchEngine(Engine):
         self._job_state.watch()
         self._keep_for_undo()
         self._window, self._done = window, 0
+        self._numbers = numbers_of(self.model) if self._windows_watched < COUNTING else None
         self._gathered = None
         self.accumulator.learning_rate.check(f"before update {window.update}")
         if self._coupled is not None:
@@ -325,6 +335,7 @@ class TorchEngine(Engine):
         self.accumulator.learning_rate.check("inside a window")
         if self._trains and not self.model.training:
             raise left_in_evaluation(self._job, "model.eval()", "model.train()")
+        self._warn_of_counters()
         report = self.accumulator.boundary(stop=stop)
         if self._is_first:
             self._warn_of_changes()
@@ -351,6 +362,23 @@ class TorchEngine(Engine):
                 f"after_update() changed {first_few(changed, 3)} of the model, but checkpoints do "
                 "not hold such numbers: after a restart they begin anew. Set them in loss(), from "
                 "current_run.update, or use a buffer"
+            )
+
+    def _warn_of_counters(self) -> None:
+        """Warn of numbers in modules that the forward has changed in each of the first windows."""
+        before, self._numbers = self._numbers, None
+        if before is None or self._window is None or not self._window.micro_batches:
+            return
+        now = numbers_of(self.model)
+        changed = {name for name, number in before.items() if now.get(name, number) != number}
+        self._counted = changed if self._counted is None else self._counted & changed
+        self._windows_watched += 1
+        if self._windows_watched == COUNTING and self._counted:
+            warn(
+                f"the forward changes {first_few(sorted(self._counted), 3)} of the model, but "
+                "checkpoints do not hold such numbers: after a restart they begin anew, and they "
+                "depend on the number of micro-steps and ranks. Take what you count from "
+                "current_run.update"
             )
 
     def _warn_of_changes(self) -> None:

@@ -248,6 +248,32 @@ def test_numbers_that_a_job_changes_in_its_model_are_warned_of_by_name():
         _train(Counting("dropout"))
 
 
+class Warming(nn.Linear):
+    """Counts its forwards in training, as people anneal a layer; `limit`: up to that number."""
+
+    def __init__(self, limit):
+        super().__init__(4, 1)
+        self.calls, self.limit = 0, limit
+
+    def forward(self, x):
+        self.calls = min(self.calls + 1, self.limit)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("limit", [1, 100])
+def test_numbers_that_the_forward_counts_are_warned_of_and_those_that_settle_are_not(
+    limit, recwarn
+):
+    class Job(Counting):
+        def model(self):
+            self.net = Warming(limit)
+            return self.net
+
+    _train(Job(""))
+    texts = [str(warning.message) for warning in recwarn]
+    assert any("the forward changes calls of the model" in text for text in texts) == (limit > 1)
+
+
 def test_a_job_that_only_trains_is_not_warned_of():
     _train(Counting(""))
 
