@@ -32,7 +32,8 @@ def config_errors() -> Generator[None]:
         if isinstance(error, MarkedYAMLError) and (mark := error.problem_mark) is not None:
             sentence = f"{mark.name}, line {mark.line + 1}: {error.problem}"
         else:
-            found = _cycle(error) or _in_file(error) or _known(str(error))
+            found = _cycle(error) or _value_of_group(error) or _in_file(error)
+            found = found or _known(str(error))
             sentence = found or _reason(error)
         raise ConfigError(sentence) from error
 
@@ -207,6 +208,23 @@ def _cycle(error: BaseException) -> str | None:
     return (
         f"the defaults of {' and '.join(files)} include {whom}; a file of your own that extends "
         f"another needs another name"
+    )
+
+
+def _value_of_group(error: BaseException) -> str | None:
+    """Return a sentence about a file's `cluster: slurm`, which sets no section, if that is it."""
+    found = re.match(
+        r"In '([^']+)': [\s\S]*(?:is not a subclass of (\w+)Config\. value: (\S+)"
+        r"|Cannot assign str to Dict)",
+        f"{error}\n{error.__context__}",
+    )
+    if found is None:
+        return None
+    section = (found[2] or getattr(error.__context__, "full_key", None) or "GROUP").lower()
+    choice = f"override {section}: {found[3] or 'NAME'}"
+    return (
+        f"{found[1]}.yaml: {section} is a section with keys; to choose a file of a group, write in "
+        f"the file's defaults, after base: {choice}"
     )
 
 

@@ -185,6 +185,23 @@ def test_texts_behind_anchors_and_merges_are_kept():
     assert (config.run.name, config.notify.command) == ("1e3", "1e3")
 
 
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("main", "defaults: [_self_, base]\ntrain: {updates: 7}", "list base after _self_.*own"),
+        ("cluster/site", "defaults: [_self_, slurm]\nqos: a", "site.yaml: its defaults list slurm"),
+        ("main", "defaults: [base, _self_]\ncluster: slurm", "base: override cluster: slurm"),
+        ("main", "defaults: [base, _self_]\noptimizer: adam", "base: override optimizer: NAME"),
+    ],
+)
+def test_settings_that_would_be_dropped_are_refused(tmp_path, file, text, said):
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "main.yaml").write_text("defaults: [base, override cluster: site, _self_]\n")
+    (tmp_path / f"{file}.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        compose([], str(tmp_path), "main")
+
+
 # ------------------------------------------------------------------ Hydra's own settings
 
 
