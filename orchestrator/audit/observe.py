@@ -107,6 +107,8 @@ class TrackedOptimizer:
         self.backward = -1  # the backward pass of the newest micro-step
         self.closure_calls = 0
         self.horizons: set[str] = set()  # of its schedules, which may count micro-steps
+        self.applied = np.zeros(0)  # the gradient that the newest step applies
+        self.is_part = False  # it steps a part of another one's parameters, within its step
         self.reason: str | None = None  # why its updates cannot be judged
 
     def choose_positions(self) -> None:
@@ -164,7 +166,7 @@ class Observer:
         self.own_clip: float | None = None  # the factor of the accumulator's clip_norm
         self.wrapped: list[Any] = []  # models of DDP
         self.loss: LossGraph | None = None
-        self.applied = np.zeros(0)  # the gradient that the newest step of an optimizer applies
+        self.stepping: list[TrackedOptimizer] = []  # optimizers, the innermost last
         self.forwards: list[dict[str, Any]] = []  # since any optimizer's newest step
         # Without their graphs, since any optimizer's newest step.
         self.outputs: deque[tuple[dict[str, Any], list[Tensor]]] = deque(maxlen=MOST_OUTPUTS)
@@ -351,6 +353,14 @@ class Observer:
         tracked = self.optimizers.get(id(optimizer))
         if tracked is None or not self.is_active:
             return None
+        if tracked in self.stepping:  # whose step an exception has ended
+            del self.stepping[self.stepping.index(tracked) :]
+        own = set(map(id, tracked.parameters))
+        # A sharded optimizer, as `ZeroRedundancyOptimizer`, is judged as a whole.
+        tracked.is_part = any(own < set(map(id, one.parameters)) for one in self.stepping)
+        self.stepping.append(tracked)
+        if tracked.is_part:
+            return None
         closure = kwargs.get("closure") if len(args) < 2 else args[1]
         if closure is None:
             self._sample_applied(tracked)
@@ -382,20 +392,25 @@ class Observer:
             tracked.reason = "the optimizer's parameters were replaced after it was made"
         if tracked.reason is not None:
             _note(tracked.window.reasons, tracked.reason)
-        self.applied = tracked.sample(p.grad for p in tracked.parameters)
+        tracked.applied = tracked.sample(p.grad for p in tracked.parameters)
         if self.own_clip is not None:
             self.events += 1
             window = tracked.window
-            window.before_clip, self.own_clip = self.applied / self.own_clip, None
+            window.before_clip, self.own_clip = tracked.applied / self.own_clip, None
             window.clips.append({"after": len(window.micro_steps), "event": self.events})
         scale = getattr(tracked.optimizer, "grad_scale", None)
         if scale is not None:  # an optimizer that removes the loss scaler's scale by itself
             tracked.window.scale = float(scale)
-            self.applied /= tracked.window.scale
+            tracked.applied /= tracked.window.scale
 
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
         tracked = self.optimizers.get(id(optimizer))
         if tracked is None or not self.is_active:
+            return
+        if tracked in self.stepping:
+            del self.stepping[self.stepping.index(tracked) :]
+        if tracked.is_part:
+            tracked.window = ObservedWindow()
             return
         self._end_window(tracked)
         stepped = [one.updates for one in self.optimizers.values() if one.updates]
@@ -408,7 +423,7 @@ class Observer:
         """Write down an update, or one of several gradients that an update is made of."""
         window = tracked.window
         weights = tracked.sample(tracked.parameters)
-        columns = [*window.columns, self.applied]
+        columns = [*window.columns, tracked.applied]
         if window.before_clip is not None:
             columns.append(window.before_clip)
         offset = self.data.tell()

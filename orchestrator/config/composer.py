@@ -93,6 +93,13 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(inner)
 
 
+def refuse_missing(values: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for a value that is OmegaConf's `???`, which marks one to be set."""
+    for key, value in flat(values):
+        if value == "???" or (isinstance(value, list) and "???" in value):
+            raise ConfigError(f"{key} is ???, so it has to be set: {key}=VALUE")
+
+
 def refuse_null_in_text(found: DictConfig, values: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for a text such as `${run.name}/log` whose `run.name` is null."""
     suspects = [key for key, value in flat(values) if any("None" in t for t in _texts(value))]
@@ -109,9 +116,14 @@ def resolve(found: DictConfig) -> dict[str, Any]:
     """Return a composition as plain values, without `hydra`.
 
     Raises:
-        ConfigError: a text holds a null.
+        ConfigError: a text holds a null, or a value is `???`.
     """
-    values = {str(key): _resolve_section(found, key) for key in found if key != "hydra"}
+    sections = [str(key) for key in found if key != "hydra"]
+    values = {
+        key: "???" if OmegaConf.is_missing(found, key) else _resolve_section(found, key)
+        for key in sections
+    }
+    refuse_missing(values)
     refuse_null_in_text(found, values)
     return values
 

@@ -19,7 +19,7 @@ from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra.core.config_search_path import SearchPathElement, SearchPathQuery
 from hydra.core.config_store import ConfigStore
-from hydra.core.default_element import GroupDefault
+from hydra.core.default_element import ConfigDefault, GroupDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override, RangeSweep, Sweep
 from hydra.core.plugins import Plugins
@@ -31,7 +31,7 @@ from omegaconf import OmegaConf
 from orchestrator.config.changes import flat
 from orchestrator.config.command_line import CommandLine
 from orchestrator.config.schema import Config
-from orchestrator.config.typed_text import TypedFile
+from orchestrator.config.typed_text import TypedFile, refuse_unset
 from orchestrator.errors import ConfigError, expand_user
 
 
@@ -139,6 +139,19 @@ _AS_HERE = {
 """Settings that say what is done anyway."""
 
 
+def _refuse_overridden(found: ConfigResult, name: str) -> None:
+    """Raise `ConfigError` for a file that extends another, and yields to it in all that it sets."""
+    own = False
+    for default in found.defaults_list or ():
+        path = default.path if isinstance(default, ConfigDefault) else None
+        if own and path is not None and found.config:
+            raise ConfigError(
+                f"{name}: its defaults list {path} after _self_, so that {path} would override the "
+                f"file's own settings; write _self_ after {path}"
+            )
+        own |= path == "_self_"
+
+
 class Repository(ConfigRepository):
     """Configuration files, with texts as they were typed."""
 
@@ -160,6 +173,7 @@ class Repository(ConfigRepository):
         package = found.header.get("package") or "_group_"
         package = package.replace("_group_", group).replace("_global_", "").strip(".")
         self._refuse_unused(found, package, name)
+        _refuse_overridden(found, name)
         if scheme == "file":
             text = Path(folder, name).read_text(encoding="utf-8")
         else:
@@ -211,7 +225,9 @@ class Loader(ConfigLoaderImpl):
         # `${now:…}` means this moment from here on: Hydra's own is another one in each composition,
         # which put a sweep's points into two folders wherever a second ended between them.
         register_resolver("now", datetime.now().astimezone().strftime)
-        for resolver in (dense_parameters, transformer_parameters, sum_of, when_null):
+        for resolver in (
+            dense_parameters, transformer_parameters, sum_of, when_null, refuse_unset,
+        ):  # fmt: skip
             register_resolver(resolver.__name__, resolver)
         super().__init__(search_path(config_dir))
         self.repository = Repository(self.config_search_path)

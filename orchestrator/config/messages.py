@@ -32,7 +32,8 @@ def config_errors() -> Generator[None]:
         if isinstance(error, MarkedYAMLError) and (mark := error.problem_mark) is not None:
             sentence = f"{mark.name}, line {mark.line + 1}: {error.problem}"
         else:
-            found = _cycle(error) or _in_file(error) or _known(str(error))
+            found = _cycle(error) or _value_of_group(error) or _in_file(error)
+            found = found or _known(str(error))
             sentence = found or _reason(error)
         raise ConfigError(sentence) from error
 
@@ -95,7 +96,12 @@ def describe_conversion(key: str, reason: str) -> str | None:
     ...     "train.seed", "Value '1000.0' of type 'float' could not be converted to Integer"
     ... )
     'train.seed must be a whole number, but is 1000.0; try train.seed=1000'
+    >>> describe_conversion("cluster.qos", "Cannot convert 'dict' to string: '{}'")
+    'cluster.qos must be a text, but is {}; put a text in quotes'
     """
+    for pattern, message in _OF_VALUES.items():
+        if found := re.search(pattern, reason):
+            return f"{key} {message.format(*found.groups(), key=key)}"
     found = re.match(r"Value '(.*?)' (?:of type '(\w+)' )?could not be converted to (\w+)", reason)
     if found is None or found[3] not in _KINDS:
         return None
@@ -103,6 +109,34 @@ def describe_conversion(key: str, reason: str) -> str | None:
     hint = f"; try {key}={text[:-2]}" if re.fullmatch(r"-?\d+\.0", text) else ""
     return f"{key} must be {_KINDS[found[3]]}, but is {text}{hint}"
 
+
+_OF_VALUES = {
+    r"Cannot convert '\w+' to string: '(.*)'": ("must be a text, but is {0}; put a text in quotes"),
+    r"is not Optional|Incompatible value 'None'|NoneType is not a subclass": (
+        "cannot be null; leave it out, or put a text in quotes: 'null'"
+    ),
+    r"Incompatible key type 'NoneType'": "has null as a key; put a key in quotes: 'null'",
+    r"Interpolation key '([^']+)' not found": (
+        "refers to ${{{0}}}, but there is no key '{0}'; a text with a $ takes a backslash before it"
+    ),
+    r"ConfigError raised while resolving interpolation: (is \?\?\? in .+)": (
+        "{0}, so it has to be set: {key}=VALUE"
+    ),
+    r"Environment variable '([^']+)' not found": (
+        "refers to the environment variable {0}, which is not set; a default follows a comma, as "
+        "in ${{oc.env:{0},VALUE}}"
+    ),
+    r"Unsupported interpolation type (\S+)": (
+        "refers to ${{{0}:…}}, but nothing resolves '{0}'; a text with a $ takes a backslash "
+        "before it"
+    ),
+}
+"""Patterns of OmegaConf's errors about a value, and our sentences, which follow the key."""
+
+_UNREADABLE = re.compile(
+    r"LexerNoViableAlt|token recognition|mismatched input|extraneous input|no viable alternative"
+)
+"""In what ANTLR says of a line that it cannot parse, in names of its own."""
 
 # Patterns of Hydra's and OmegaConf's errors, and our messages for them.
 MESSAGES = {
@@ -177,6 +211,23 @@ def _cycle(error: BaseException) -> str | None:
     )
 
 
+def _value_of_group(error: BaseException) -> str | None:
+    """Return a sentence about a file's `cluster: slurm`, which sets no section, if that is it."""
+    found = re.match(
+        r"In '([^']+)': [\s\S]*(?:is not a subclass of (\w+)Config\. value: (\S+)"
+        r"|Cannot assign str to Dict)",
+        f"{error}\n{error.__context__}",
+    )
+    if found is None:
+        return None
+    section = (found[2] or getattr(error.__context__, "full_key", None) or "GROUP").lower()
+    choice = f"override {section}: {found[3] or 'NAME'}"
+    return (
+        f"{found[1]}.yaml: {section} is a section with keys; to choose a file of a group, write in "
+        f"the file's defaults, after base: {choice}"
+    )
+
+
 def _in_file(error: BaseException) -> str | None:
     """Return a sentence about a wrong key or value in a configuration file, if that is the error.
 
@@ -210,11 +261,18 @@ def _reason(error: BaseException) -> str:
     first = _first_lines(cause)
     if (override := getattr(error, "override", None)) is not None:
         first = re.sub(r"Error when parsing index: .*\n", "", first)  # from Hydra 1.4 on
-        if first.startswith("LexerNoViableAlt"):  # ANTLR's name for it, and the whole text again
+        if name := re.search(r"Unknown function '([^']+)'", first):
+            first = f"there is no function {name[1]}()"
+        elif _UNREADABLE.search(first):
             first = "a quote or a bracket is not closed, or a letter needs quotes"
+        typed = override.removeprefix("++")
+        key, _, value = typed.partition("=")
+        example = "KEY=\"'VALUE'\""
+        if value and not re.search(r"""['"\\$,\[\]{}]""", value):
+            example = f"{key}=\"'{value}'\""
         return (
-            f"the command line cannot be read at {override.removeprefix('++')}: {first}; text with "
-            f"other letters than a-z, 0-9 and ./_- is put in quotes, as in KEY=\"'VALUE'\""
+            f"the command line cannot be read at {typed}: {first}; text with other letters than "
+            f"a-z, 0-9 and ./_- is put in quotes, as in {example}"
         )
     if isinstance(error, YAMLError | UnicodeDecodeError):
         return f"a configuration file is no YAML: {first}"

@@ -62,12 +62,29 @@ def read_config(values: Any) -> Config:
         try:
             merged = OmegaConf.merge(OmegaConf.structured(Config), literal_container(values))
             config = cast("Config", OmegaConf.to_object(merged))
+            _refuse_other_than_texts(config)
         except OmegaConfBaseException as error:
             reason = str(error).split("\n", maxsplit=1)[0]
             key = error.full_key or "the configuration"
             raise ConfigError(describe_conversion(key, reason) or f"{key}: {reason}") from error
     check(config)
     return config
+
+
+def _refuse_other_than_texts(section: Any, prefix: str = "") -> None:
+    """Raise `ConfigError` for a list or a table among texts, which OmegaConf lets pass."""
+    for name, hint in _hints(type(section)).items():
+        value, key = getattr(section, name), f"{prefix}{name}"
+        if is_dataclass(value):
+            _refuse_other_than_texts(value, f"{key}.")
+        elif get_args(hint)[-1:] == (str,) and isinstance(value, dict | list):
+            items: Any = value.items() if isinstance(value, dict) else enumerate(value)
+            for place, item in items:
+                if not isinstance(item, str):
+                    where = f"[{place}]" if isinstance(value, list) else f".{place}"
+                    raise ConfigError(
+                        f"{key}{where} must be a text, but is {item!r}; put a text in quotes"
+                    )
 
 
 class _NeedsConversion(Exception):

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from functools import cache
 from types import UnionType
-from typing import Any, get_args, get_type_hints
+from typing import Any, Never, get_args, get_type_hints
 
 import yaml
 from omegaconf import OmegaConf
@@ -126,6 +126,11 @@ def _is_as_python_writes_numbers(text: str) -> bool:
 # ------------------------------------------------------------------ files
 
 
+def refuse_unset(name: str) -> Never:
+    """Raise `ConfigError` for a value that a file leaves to its users, as OmegaConf's `???`."""
+    raise ConfigError(f"is ??? in {name}")
+
+
 class TypedFile:
     """A configuration file as its author typed it.
 
@@ -153,10 +158,10 @@ class TypedFile:
     def _keep_in(self, config: Any, node: yaml.MappingNode | yaml.SequenceNode, key: str) -> None:
         is_list = isinstance(node, yaml.SequenceNode)
         for place, inner in self._parts(node):
-            if not is_list and place not in config:
+            found = config._get_node(place)  # noqa: SLF001  # the node, whatever it says
+            if found is None:
                 continue  # a number as a key, say, which no key of ours is
             dotted = key if is_list else f"{key}.{place}".lstrip(".")
-            found = config._get_node(place)  # noqa: SLF001  # the node, whatever it says
             if isinstance(inner, yaml.ScalarNode):
                 value = self._typed_value(dotted, inner, found, in_list=is_list)
                 if value is not None:
@@ -189,6 +194,9 @@ class TypedFile:
         """Return the value to set in the place of what YAML reads; None: it stays."""
         text: str = node.value
         value = found._value()  # noqa: SLF001  # an interpolation stays one
+        if value == "???":  # as it is, it overrides no default, and would be dropped
+            name = self._name.replace("'", "\\'")
+            return f"${{{refuse_unset.__name__}:'{name}'}}"
         if key == TIME_LIMIT and value is not None:
             limit = _time_limit(text)
             return int(limit) if limit.isdigit() else None

@@ -22,6 +22,7 @@ from orchestrator.config.rules import refuse_unsupported, with_survival
 from orchestrator.config.schema import Config
 from orchestrator.data import HeldOutData
 from orchestrator.engine.api import Engine, EngineSettings, Framework, Group, GroupSpec, Survives
+from orchestrator.engine.common.job_checks import warn_of_names
 from orchestrator.engine.common.waiting import LONGEST_WAIT_S, declared, for_others
 from orchestrator.errors import (
     ConfigError,
@@ -344,6 +345,7 @@ def _set_up(worker: WorkerProcess) -> Training:
     name = str(config.job["_target_"]).rpartition(".")[2]
     current_run.enter_job(name, run.path, attempt, topology.rank, topology.size)
     job = build_job(with_run_folder(config.job, str(run.path)))
+    warn_of_names(job)
     named = framework_of(job)
     refuse_unsupported(config, named, coupled=is_coupled(job))  # its source may not have told
     framework = FRAMEWORKS.make(named, Framework)

@@ -195,7 +195,33 @@ def share(scores, y, by):
     return 0.3 * functional.cross_entropy(scores, y) / by
 
 
+class InParts(torch.optim.Optimizer):
+    """Steps optimizers of parts of its parameters, as a sharded optimizer does."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.05})
+        parameters = self.param_groups[0]["params"]
+        self.parts = [torch.optim.SGD(part, 0.05) for part in (parameters[:1], parameters[1:])]
+
+    def step(self, closure=None):
+        for part in self.parts:
+            part.step()
+
+
+def stepped_in_parts(divide):
+    model = network(3, 5)
+    optimizer = InParts(model.parameters())
+    for _ in range(UPDATES):
+        optimizer.zero_grad()
+        for _ in range(2):
+            loss = functional.mse_loss(model(torch.randn(4, 3)), torch.randn(4, 5))
+            (loss / (2 if divide else 1)).backward()
+        optimizer.step()
+
+
 LOOPS = {
+    "an optimizer of parts": (lambda: stepped_in_parts(divide=True), RIGHT),
+    "an optimizer of parts, undivided": (lambda: stepped_in_parts(divide=False), WRONG),
     "two optimizers": (lambda: adversarial(apart=False), RIGHT),
     "two losses": (adversarial, RIGHT),
     "two losses, accumulated": (lambda: adversarial(3), RIGHT),

@@ -45,7 +45,7 @@ def test_a_cluster_choice_does_not_overrule_what_an_experiment_says_of_nodes():
         ('train.seed="', "a quote or a bracket is not closed"),
         ("train=long", "train is a section, whose keys are set one by one: train.NAME=VALUE"),
         ("optimizer=3", "a group (cluster, experiment, job, optimizer or tracker) takes"),
-        ("transport=null", "transport: field 'transport' is not Optional"),
+        ("transport=null", "transport cannot be null; leave it out"),
     ],
 )
 def test_a_value_that_cannot_be_used_is_named_with_what_is_needed(override, words):

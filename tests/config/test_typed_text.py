@@ -4,8 +4,8 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from orchestrator.config.command_line import to_hydra
-from orchestrator.config.composer import compose
+from orchestrator.config.command_line import CommandLine, to_hydra
+from orchestrator.config.composer import Composer, compose
 from orchestrator.config.program import program_of
 from orchestrator.config.typed_text import TypedFile, text_keys
 from orchestrator.errors import ConfigError
@@ -104,6 +104,78 @@ def test_what_yaml_reads_in_another_way_is_refused_with_its_line(tmp_path, text,
         compose([], str(tmp_path), "main")
 
 
+SITE = "cluster:\n  account: ???\ntransport: ???\ntrain: {precision: '???'}\n"
+
+
+@pytest.mark.parametrize("lacking", ["cluster.account", "transport", "train.precision"])
+def test_a_value_that_a_file_leaves_open_has_to_be_set(tmp_path, lacking):
+    (tmp_path / "main.yaml").write_text(
+        f"defaults: [base, override cluster: slurm, _self_]\n{SITE}"
+    )
+    own = {"cluster.account": "a", "transport": "auto", "train.precision": "float32"}
+    line = [f"{key}={value}" for key, value in own.items()]
+    assert compose(line, str(tmp_path), "main").cluster.account == "a"
+    with pytest.raises(
+        ConfigError,
+        match=rf"^{lacking} is \?\?\? in main\.yaml, so it has to be set: {lacking}=VALUE$",
+    ):
+        compose([o for o in line if not o.startswith(lacking)], str(tmp_path), "main")
+    with pytest.raises(ConfigError, match=rf"^{lacking} is \?\?\?, so it has to be set"):
+        compose([*line, f"{lacking}=???"], str(tmp_path), "main")
+
+
+def test_a_file_that_extends_another_sets_what_that_leaves_open(tmp_path):
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "cluster" / "site.yaml").write_text("defaults: [slurm, _self_]\naccount: ???\n")
+    (tmp_path / "main.yaml").write_text(
+        "defaults: [base, override cluster: site, _self_]\ncluster: {account: a}\n"
+    )
+    assert compose([], str(tmp_path), "main").cluster.account == "a"
+    line = CommandLine(
+        overrides=("cluster=site", "cluster.account=a,b"), config_dir=str(tmp_path), multirun=True
+    )
+    composer = Composer(line)
+    composer.compose()
+    points = [composer.point(n, given) for n, given in enumerate(composer.combinations())]
+    assert [point.config().cluster.account for point in points] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("run: {tags: [a, {b: c}]}", r"run.tags\[1\] must be a text, but is {'b': 'c'}"),
+        ("run: {tags: [null]}", r"run.tags\[0\] cannot be null"),
+        ("cluster: {environment: {A: {}}}", r"cluster.environment.A must be a text, but is {}"),
+        ("cluster: {environment: {A: null}}", "cluster.environment.A cannot be null"),
+        ("cluster: {qos: {}}", r"cluster.qos must be a text, but is {}.*put a text in quotes"),
+        ("cluster: {qos: [1]}", r"cluster.qos must be a text, but is \['1'\]"),
+        ("run: {name: '${x}'}", r"run.name refers to \${x}, but there is no key 'x'"),
+        ("run: {name: '${x:1}'}", r"run.name refers to \${x:…}, but nothing resolves 'x'"),
+        ("run: {name: '${oc.env:NO_X}'}", "refers to the environment variable NO_X, which is not"),
+        ("transport: null", "transport cannot be null; leave it out"),
+    ],
+)
+def test_a_value_that_is_no_text_is_refused_in_our_words(tmp_path, text, said):
+    (tmp_path / "main.yaml").write_text(f"defaults: [base, _self_]\n{text}\n")
+    with pytest.raises(ConfigError, match=said):
+        compose([], str(tmp_path), "main")
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("run.name=a=b", "a letter needs quotes; .* as in run.name=\"'a=b'\"$"),
+        ("run.name=(x)", "a letter needs quotes; .* as in run.name=\"'\\(x\\)'\"$"),
+        ("run.name=a(b)", r"there is no function a\(\); "),
+        ("run.tags=[x,#]", "a letter needs quotes; .* as in KEY="),
+        ("cluster.environment.A={}", "cluster.environment.A must be a text, but is {}"),
+    ],
+)
+def test_a_line_that_cannot_be_read_is_refused_in_our_words(typed, said):
+    with pytest.raises(ConfigError, match=said):
+        compose([typed])
+
+
 def test_texts_behind_anchors_and_merges_are_kept():
     config = file_with(
         "cluster: {environment: &a {A: 010, B: no}}\nrun: {name: &n 1e3}\n"
@@ -111,6 +183,23 @@ def test_texts_behind_anchors_and_merges_are_kept():
     )
     assert config.job.arguments == {"A": "010", "B": "007"}
     assert (config.run.name, config.notify.command) == ("1e3", "1e3")
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("main", "defaults: [_self_, base]\ntrain: {updates: 7}", "list base after _self_.*own"),
+        ("cluster/site", "defaults: [_self_, slurm]\nqos: a", "site.yaml: its defaults list slurm"),
+        ("main", "defaults: [base, _self_]\ncluster: slurm", "base: override cluster: slurm"),
+        ("main", "defaults: [base, _self_]\noptimizer: adam", "base: override optimizer: NAME"),
+    ],
+)
+def test_settings_that_would_be_dropped_are_refused(tmp_path, file, text, said):
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "main.yaml").write_text("defaults: [base, override cluster: site, _self_]\n")
+    (tmp_path / f"{file}.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        compose([], str(tmp_path), "main")
 
 
 # ------------------------------------------------------------------ Hydra's own settings

@@ -20,7 +20,7 @@ from orchestrator.engine.common.boundary import (
     Trailer,
     UpdatePolicy,
 )
-from orchestrator.engine.common.job_checks import check_fits, checked_figures
+from orchestrator.engine.common.job_checks import check_fits, checked_figures, warn_of_names
 from orchestrator.engine.common.micro_steps import Clock
 from orchestrator.engine.common.rendezvous import backoff, keep_port
 from orchestrator.errors import ConfigError, JobError, NonFiniteError
@@ -313,3 +313,33 @@ def test_weights_that_do_not_fit_are_named_without_guesses():
         "layers.1.weight; the model has no layers.2.weight; layers.4.weight is missing; "
         "layers.5.weight is missing; and 3 more"
     )
+
+
+# ------------------------------------------------------------------ Names of a job's methods
+
+
+def method(self, *_):
+    return None
+
+
+def rate_of(self, epoch):
+    return 0.1
+
+
+@pytest.mark.parametrize(
+    ("members", "said"),
+    [
+        ({"collate_fn": method}, r"Named\.collate_fn\(\); did you mean collate\(\)"),
+        ({"val_dataset": method}, r"Named\.val_dataset\(\); did you mean validation\(\)"),
+        ({"learning_rate": rate_of}, r"Named\.learning_rate\(\) gets the number of an update"),
+    ],
+)
+def test_methods_that_nothing_calls_and_misread_numbers_are_warned_of(members, said):
+    with pytest.warns(UserWarning, match=said):
+        warn_of_names(type("Named", (Job,), members)())
+
+
+@pytest.mark.parametrize("members", [{}, {"collate_fn": method, "collate": method}])
+def test_a_jobs_own_helpers_are_not_warned_of(members, recwarn):
+    warn_of_names(type("Named", (Job,), members)())
+    assert not recwarn

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -11,7 +12,7 @@ from numbers import Real
 from typing import Any
 
 from orchestrator.errors import ConfigError, JobError, did_you_mean, shortened
-from orchestrator.job import Loss
+from orchestrator.job import Job, Loss
 from orchestrator.rundir.warnings import warn
 from orchestrator.units import first_few
 
@@ -52,6 +53,43 @@ def warn_of_non_finite(figures: Mapping[str, float], named: str) -> None:
             warn(
                 f"{named}'s '{name}' is {number}: of a model that diverged, or of a mistake in it",
                 kind=f"evaluate {name}",
+            )
+
+
+# ------------------------------------------------------------------ Names
+
+_OTHER_NAMES = {
+    "collate_fn": "collate",
+    "configure_optimizers": "optimizer",
+    "evaluation": "evaluate",
+    "validation_step": "validation",
+    "val_dataset": "validation",
+    "valid_dataset": "validation",
+    "validation_dataset": "validation",
+    "eval_dataset": "validation",
+    "after_step": "after_update",
+    "after_optimizer_step": "after_update",
+    "on_train_batch_end": "after_update",
+}
+"""Names that other tools have for a job's optional methods, and people remember."""
+
+
+def warn_of_names(job: Any) -> None:
+    """Warn of methods of a job that have another tool's name, so that nothing calls them, and of
+    an update's number that the job takes for that of an epoch.
+    """
+    kind = type(job)
+    for name, own_name in _OTHER_NAMES.items():
+        is_ours = getattr(kind, own_name, None) is getattr(Job, own_name)
+        if is_ours and callable(getattr(kind, name, None)):
+            warn(f"the training does not call {kind.__name__}.{name}(); did you mean {own_name}()?")
+    for name in ("learning_rate", "after_update"):
+        method = getattr(job, name, None)
+        taken = [*inspect.signature(method).parameters] if inspect.ismethod(method) else []
+        if taken and "epoch" in taken[-1]:
+            warn(
+                f"{kind.__name__}.{name}() gets the number of an update, from 0, not of an epoch: "
+                f"call its argument update, not {taken[-1]}"
             )
 
 

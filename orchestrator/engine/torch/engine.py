@@ -55,7 +55,9 @@ from orchestrator.engine.torch.model import (
     changing_advice,
     check_optimizer,
     doubled,
+    frozen_modules,
     in_evaluation,
+    is_opaque,
     job_state_of,
     kept_random_state,
     modes_of,
@@ -83,6 +85,11 @@ from orchestrator.units import first_few
 
 if TYPE_CHECKING:
     from orchestrator.engine.torch.fully_sharded import FullySharded
+
+COUNTING = 3
+"""Windows in each of which the forward has changed a number, so that it counts or anneals. What a
+layer caches changes less often.
+"""
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -175,10 +182,16 @@ class TorchEngine(Engine):
         self._buffers = [name for name, _ in self.model.named_buffers()]
         # Each rank may leave a window, and be the one that saves what was before it.
         self._restores_forward = settings.survive or bool(self._buffers)
+        self._modules = list(self.model.named_modules())
+        self._frozen = frozen_modules(self._modules)  # whose buffers all ranks have in common
         self._is_first = True  # this process has not ended a window yet
         self._numbers_warned = False
         self._numbers: ModuleNumbers | None = None
         self._updates_watched = 0
+        # Names of numbers that the forward has changed in each window so far; None before one.
+        self._windows_watched = 0
+        self._counted: set[str] | None = None
+        self._at_begin: ModuleNumbers | None = None  # of an early window
         self._probed = self._is_sum = False
         self._warnings = norms + machine_warning(self.gather, settings.reduction)
 
@@ -226,9 +239,12 @@ class TorchEngine(Engine):
         )
 
     def begin_window(self, window: Window) -> None:
+        self._share_frozen_buffers()
         self._job_state.watch()
         self._keep_for_undo()
         self._window, self._done = window, 0
+        if self._windows_watched < COUNTING:
+            self._at_begin = ModuleNumbers(self.model)
         self._gathered = None
         self.accumulator.learning_rate.check(f"before update {window.update}")
         if self._coupled is not None:
@@ -239,6 +255,21 @@ class TorchEngine(Engine):
             leaves=window.micro_step_count if self._reproducible else None,
             expected_weight=window.samples,  # right wherever the weight is the number of samples
         )
+
+    def _share_frozen_buffers(self) -> None:
+        """Have all ranks take rank 0's buffers of modules that a job has put into evaluation mode.
+
+        Statistics of a batch norm, which are each rank's own, are constants of the model from then
+        on; a restart begins with rank 0's. Collective where there are such modules.
+        """
+        before, self._frozen = self._frozen, frozen_modules(self._modules)
+        if self._group.size == 1 or self.shard_ranks or not (self._frozen - before):
+            return
+        held = dict(self.model.named_buffers())
+        names = [n for n in self._buffers if n.rpartition(".")[0] in self._frozen - before]
+        names = [name for name in names if not is_opaque(held[name])]
+        if names:
+            take_buffers(self._group, self.model, {name: held[name] for name in names})
 
     def micro_step(self, batch: Any, micro_batch: MicroBatch) -> None:
         window = self._window
@@ -308,6 +339,7 @@ class TorchEngine(Engine):
         self.accumulator.learning_rate.check("inside a window")
         if self._trains and not self.model.training:
             raise left_in_evaluation(self._job, "model.eval()", "model.train()")
+        self._warn_of_counters()
         report = self.accumulator.boundary(stop=stop)
         if self._is_first:
             self._warn_of_changes()
@@ -337,6 +369,22 @@ class TorchEngine(Engine):
                 f"after_update() changed {first_few(changed, 3)} of the model, but checkpoints do "
                 "not hold such numbers: after a restart they begin anew. Set them in loss(), from "
                 "current_run.update, or use a buffer"
+            )
+
+    def _warn_of_counters(self) -> None:
+        """Warn of numbers in modules that the forward has changed in each of the first windows."""
+        before, self._at_begin = self._at_begin, None
+        if before is None or self._window is None or not self._window.micro_batches:
+            return
+        changed = set(before.changed())
+        self._counted = changed if self._counted is None else self._counted & changed
+        self._windows_watched += 1
+        if self._windows_watched == COUNTING and self._counted:
+            warn(
+                f"the forward changes {first_few(sorted(self._counted), 3)} of the model, but "
+                "checkpoints do not hold such numbers: after a restart they begin anew, and they "
+                "depend on the number of micro-steps and ranks. Take what you count from "
+                "current_run.update"
             )
 
     def _warn_of_changes(self) -> None:
@@ -486,6 +534,7 @@ class TorchEngine(Engine):
         )
         self.accumulator.precision.load(extra["precision"])
         self._modes.apply(extra["modes"])
+        self._frozen = frozen_modules(self._modules)
         self._job_state.load(load_job(folder, extra["job"]))
         self.accumulator.learning_rate.keep()
         self._incomplete = False
@@ -666,6 +715,7 @@ class TorchEngine(Engine):
             earlier.learning_rate.set(float(base))
         # All continue with the writer's buffers, as at a resume.
         take_buffers(group, self.model, dict(self.model.named_buffers()))
+        self._frozen = frozen_modules(self._modules)
         # A parameter that is frozen now may be thawed later: it stays among the trained ones.
         with self._modes.as_built():
             accumulator = Accumulator(self.model, earlier.optimizer, group, earlier.options)

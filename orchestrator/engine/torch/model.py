@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections import UserDict
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -208,6 +208,11 @@ class ForwardState:
             setattr(layer, name, buffer)
         for layer, before in self._extra:
             layer.set_extra_state(copy.deepcopy(before))
+
+
+def frozen_modules(modules: Iterable[tuple[str, Module]]) -> set[str]:
+    """Return the names of the modules in evaluation mode."""
+    return {name for name, module in modules if not module.training}
 
 
 def modes_of(model: Module) -> ModelModes:

@@ -1,6 +1,6 @@
 """Probe that a job's loss is a sum over samples, by computing it on a few samples.
 
-The loss of some samples together is compared with the sum of the losses of two halves: total,
+The loss of some samples together is compared with the sum of the losses of parts of them: total,
 weight, and gradient, since a head that begins at zero hides in the total what it hides not in the
 gradient. Rounding must not hide a difference, so the numbers are float64: a copy of the model
 computes them, without autocast. Where a copy cannot (a job that keeps float32 tensors of its own),
@@ -116,8 +116,11 @@ def check_samples(
     """
     dataset, collate, name = dataset_of(job), collate_of(job), type(job).__name__
     chosen = list(indices[:_COMPARED])
+    following = chosen[-1]
     while len(chosen) < min(_COMPARED, len(dataset)):  # two samples hide more than four
-        chosen.append((chosen[-1] + 1) % len(dataset))
+        following = (following + 1) % len(dataset)
+        if following not in chosen:
+            chosen.append(following)
     seed_everything(seed)
     samples = [dataset[index] for index in chosen]
     before = generator_states()
@@ -166,7 +169,7 @@ def _ways(model: Module, precision: str) -> Iterator[_Way]:
 
 
 class _Probe:
-    """A comparison of the loss of a few samples with those of two halves.
+    """A comparison of the loss of a few samples with those of parts of them.
 
     Attributes:
         not_finite: a loss of the latest comparison was NaN or infinite.
@@ -199,40 +202,44 @@ class _Probe:
             again = self._loss(way, samples, seed=self._seed + 1, with_gradient=False)
             turned = self._loss(way, samples[::-1], with_gradient=False)
             left, right = self._loss(way, samples[:half]), self._loss(way, samples[half:])
-            others = [
-                self._loss(way, part, with_gradient=False)
-                # Samples of one class, say, may all be in one half; or come once in the whole.
-                for part in (samples[:1], samples[1:], samples[:half] * 2)
-            ]
-        computed = (whole, again, turned, left, right, *others)
+            # The magnitude of a sum, say, adds up for parts that have one sign.
+            alone = [self._loss(way, [sample], with_gradient=False) for sample in samples]
+            # Samples of one class, say, may all be in one half; or come once in the whole.
+            twice = self._loss(way, samples[:half] * 2, with_gradient=False)
+        computed = (whole, again, turned, left, right, *alone, twice)
         self.not_finite = not all(one.is_finite() for one in computed)
         dtype = narrowest.dtype if way.copied else _dtype_of(way.model)
         tolerance = _TOLERANCE.get(dtype, 5e-2)
-        if self.not_finite or _differ(whole.total, [again.total], tolerance):
+        if not whole.is_finite() or _differ(whole.total, [again.total], tolerance):
             return False
         # The order of samples changes rounding alone, which shows how large that is here; where it
         # changes more, the loss depends on it.
         rounding = 8 * abs(whole.total - turned.total)
         ordered = _differ(whole.total, [turned.total], 10 * tolerance)
-        first, rest, twice = others
         count = len(samples)
         comparisons = [
-            (f"{count} samples", f"{half} and {count - half} of them", whole, (left, right)),
-            (f"{count} samples", f"1 and {count - 1} of them", whole, (first, rest)),
-            (f"{half} samples taken twice", "them taken once", twice, (left, left)),
+            (f"{count} samples", f"{half} and {count - half} of them", whole, [left, right]),
+            (f"{count} samples", "each of them alone", whole, alone),
+            (f"{half} samples taken twice", "them taken once", twice, [left, left]),
         ]
         numbers = str(dtype).removeprefix("torch.")
         for together, apart, all_of_it, parts in comparisons:
+            if not all(loss.is_finite() for loss in (all_of_it, *parts)):
+                continue
             totals, weights = [part.total for part in parts], [part.weight for part in parts]
             if _differ(all_of_it.total, totals, tolerance, rounding) or _differ(
                 all_of_it.weight, weights, max(tolerance, 1e-6)
             ):
                 raise self._refusal(
                     f"total and weight of {together} are {all_of_it.total:.6g} and "
-                    f"{all_of_it.weight:g}, but of {apart} {totals[0]:.6g} + {totals[1]:.6g} and "
-                    f"{weights[0]:g} + {weights[1]:g}, off by {all_of_it.total - sum(totals):.1g} "
-                    f"and {all_of_it.weight - sum(weights):.1g} (computed in {numbers})"
+                    f"{all_of_it.weight:g}, but of {apart} "
+                    f"{' + '.join(f'{total:.6g}' for total in totals)} and "
+                    f"{' + '.join(f'{weight:g}' for weight in weights)}, off by "
+                    f"{all_of_it.total - sum(totals):.1g} and "
+                    f"{all_of_it.weight - sum(weights):.1g} (computed in {numbers})"
                 )
+        if self.not_finite:
+            return False
         if ordered:
             raise self._refusal(
                 f"the total of {count} samples is {whole.total:.6g}, but in the opposite order "
@@ -248,7 +255,7 @@ class _Probe:
                 )
         mode = "training" if way.training else "evaluation"
         log.info(
-            "%s.loss() of %d samples is the sum of the losses of its halves, to %g (computed in "
+            "%s.loss() of %d samples is the sum of the losses of its parts, to %g (computed in "
             "%s, in %s mode)",
             type(self._job).__name__,
             count,

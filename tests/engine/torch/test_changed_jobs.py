@@ -47,14 +47,27 @@ class Changing(Curve):
         self.scale, self.center = state["scale"], state["center"].clone()
 
 
+class LateFrozen(Curve):
+    """Puts a batch norm, whose statistics are each rank's own, into evaluation mode, and back."""
+
+    scale, center = 1.0, torch.zeros(0)
+
+    def model(self):
+        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+
+    def after_update(self, model, update):
+        model[1].train(update not in (1, 2, 4))
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_changing_job_stopped_at_any_update_ends_with_undisturbed_bits(ranks, tmp_path):
+@pytest.mark.parametrize("job", [Changing, LateFrozen])
+def test_a_changing_job_stopped_at_any_update_ends_with_undisturbed_bits(job, ranks, tmp_path):
     split = assign([SAMPLES] if ranks == 1 else [14, 15, 0][:ranks], cap=6)
 
     def trained(group, stop):
         folder = tmp_path / str(stop)
         windows = [window_of(split, group.rank, update) for update in range(UPDATES)]
-        engine = engine_of(Changing(), group)
+        engine = engine_of(job(), group)
         run(engine, windows[:stop])
         if stop < UPDATES:
             engine.check_replicas()
@@ -63,7 +76,7 @@ def test_a_changing_job_stopped_at_any_update_ends_with_undisturbed_bits(ranks, 
                 (folder / "extra.json").write_text(json.dumps(engine.save_state(folder)))
             engine.accumulator.close()
             group.barrier()
-            engine = engine_of(Changing(), group)
+            engine = engine_of(job(), group)
             engine.load_state(folder, json.loads((folder / "extra.json").read_text()))
             run(engine, windows[stop:])
         engine.accumulator.close()
@@ -233,6 +246,32 @@ def test_state_on_the_job_that_changes_is_warned_of_by_name(kind):
 def test_numbers_that_a_job_changes_in_its_model_are_warned_of_by_name():
     with pytest.warns(UserWarning, match=r"after_update\(\) changed .*p of the model.*begin anew"):
         _train(Counting("dropout"))
+
+
+class Warming(nn.Linear):
+    """Counts its forwards in training, as people anneal a layer; `limit`: up to that number."""
+
+    def __init__(self, limit):
+        super().__init__(4, 1)
+        self.calls, self.limit = 0, limit
+
+    def forward(self, x):
+        self.calls = min(self.calls + 1, self.limit)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("limit", [1, 100])
+def test_numbers_that_the_forward_counts_are_warned_of_and_those_that_settle_are_not(
+    limit, recwarn
+):
+    class Job(Counting):
+        def model(self):
+            self.net = Warming(limit)
+            return self.net
+
+    _train(Job(""))
+    texts = [str(warning.message) for warning in recwarn]
+    assert any("the forward changes calls of the model" in text for text in texts) == (limit > 1)
 
 
 def test_a_job_that_only_trains_is_not_warned_of():

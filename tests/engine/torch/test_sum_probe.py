@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from orchestrator import Job, Loss
+from orchestrator.engine.torch.sum_probe import check_samples
 from orchestrator.errors import JobError
 from tests.engine.torch.jobs import engine_of
 from tests.engine.windows import compute, make_window
@@ -324,6 +325,11 @@ NO_SUMS = {
         b.n,
     ),
     "sum squared": lambda b: ((b.s - b.t).sum() ** 2, b.n),
+    "magnitude of the sum": lambda b: ((b.s - b.t - 2.25)[:, 2].sum().abs(), b.n),
+    "not finite alone": lambda b: (
+        ((b.s - b.t) ** 2).sum() / ((b.t - b.t.mean(0)) ** 2).sum() * b.n,
+        b.n,
+    ),
     "norm of all": lambda b: ((b.s - b.t).norm(), b.n),
     "log of the sum": lambda b: (torch.log1p(_ce(b, reduction="sum")), b.n),
     "weight decay": lambda b: (
@@ -402,6 +408,21 @@ def test_a_job_that_keeps_float32_of_its_own_is_compared_in_float32(caplog):
     assert "computed in float32, in evaluation mode" in caplog.text
     with pytest.raises(JobError, match="computed in float32"):
         first_micro_step(Everyday(lambda b: ((b.s @ scale).amax(0).sum(), b.n)), 4)
+
+
+def test_the_probe_compares_different_samples():
+    seen = []
+
+    class Noted(Everyday):
+        def loss(self, model, batch):
+            seen.append(batch[0])
+            return super().loss(model, batch)
+
+    engine = engine_of(Noted(SUMS["mse"]))
+    check_samples(
+        engine._job, engine.model, [5, 3], device=torch.device("cpu"), precision="float32", seed=0
+    )
+    assert len(seen[0]) == len(seen[0].unique(dim=0)) == 4
 
 
 def test_the_probe_changes_neither_the_job_nor_the_model():
