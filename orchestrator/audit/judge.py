@@ -1284,7 +1284,15 @@ def _judge_samples(
     }
     named = any(f.fault == "batch-norm" for f in made.findings)
     if mixed is not None:
-        if not named:  # else it is known why
+        if (verdict := _own_sums(updates, probes)) is not None:
+            state, sums = verdict
+            # These rows took the elements of the loss for parts of single samples.
+            rows = ("weights", "length", "gradient")
+            made.findings = [f for f in made.findings if f.row not in rows]
+            text = ", ".join(f"{number:.6g}" for number in sums)
+            text = f"micro-batches are divided by sums of their own ({text}): {mixed}"
+            made.say("weights", state, text, "mean-of-means" if state == WRONG else None)
+        elif not named:  # else it is known why
             made.say("weights", UNJUDGED, mixed)
     elif missing := {line for own in lines for line in own.values()} - reached:
         text = untested or "whether samples influence one another was not tested"
@@ -1307,6 +1315,44 @@ def _first_term_is_mean(
     steps = [step for ranks in updates for window in ranks for step in window.steps]
     means = all(step["loss"]["reductions"][-1]["is_mean"] for step in steps)
     return means and all(0 not in probe["free"] for probe in probes)
+
+
+def _own_sums(
+    updates: Sequence[list[JudgedWindow]], probes: Sequence[list[dict[str, Any]]]
+) -> tuple[str, list[float]] | None:
+    """Judge windows whose micro-batches are divided by sums of their own: wrong where samples of
+    one count more than those of another.
+
+    What arrives at a reduction, divided by that sum, is what a sample's own part of the loss is
+    multiplied by.
+
+    Returns:
+        The verdict, and the sums of a window that it follows from; None where there are none.
+    """
+    seen = None
+    for ranks in updates:
+        for window, of_rank in zip(ranks, probes, strict=True):
+            sums = {p["backward"]: p["own_sum"] for p in of_rank if p["own_sum"] is not None}
+            steps = [step for step in window.steps if step["backward"] in sums]
+            losses = [step["loss"] for step in steps]
+            plain = all(
+                len(loss["reductions"]) == 1
+                and loss["reductions"][0]["gradient"] is not None
+                and not (loss["others"] or loss["reason"])
+                for loss in losses
+            )
+            if not plain or len(steps) < 2:
+                continue
+            numbers = [sums[step["backward"]] for step in steps]
+            weights = [
+                r["gradient"] / (r["elements"] if r["is_mean"] else 1) / number
+                for r, number in zip((x["reductions"][0] for x in losses), numbers, strict=True)
+            ]
+            if max(weights) - min(weights) > 1e-4 * max(map(abs, weights)):
+                return WRONG, numbers
+            if max(numbers) - min(numbers) > 1e-4 * max(numbers):
+                seen = UNJUDGED, numbers
+    return seen
 
 
 def _changing_constant(

@@ -49,6 +49,7 @@ from orchestrator.audit.separability import (
     Replay,
     compare_samples,
     find_reductions,
+    own_sum,
     script_lines,
 )
 
@@ -289,6 +290,8 @@ class Observer:
 
     def _needs_probe(self, lines: tuple[str, ...]) -> bool:
         probes = self.probes.get(lines, [])
+        if any(probe.own_sum is not None for probe in probes):  # those of a window are compared
+            return len(probes) < MOST_PROBES
         done = sum(probe.untested is None for probe in probes if probe.backward > 1)
         return done < PROBED_MICRO_STEPS and len(probes) < MOST_PROBES
 
@@ -325,6 +328,8 @@ class Observer:
             # The model sees several rows of each sample, as two views.
             replay = Replay(self.recorder, reductions, state, None)
             probe.mixed, probe.untested = compare_samples(replay)
+        if probe.mixed is not None:
+            probe.own_sum = own_sum(replay)
         probe.constants, probe.free = replay.constants(), sorted(replay.free)
 
     def _digest_state(self) -> dict[str, str]:

@@ -15,6 +15,7 @@ that left torch for numpy and came back, is named instead of guessed.
 from __future__ import annotations
 
 import inspect
+import math
 import sysconfig
 import time
 from collections import Counter
@@ -92,6 +93,8 @@ class Probe:
         free: numbers of loss terms that no sample changes, such as a norm of the weights.
         constants: numbers and tensors from outside that elements depend on, besides data and
             weights. They must be alike in all micro-steps of a window.
+        own_sum: a sum over the micro-batch's samples that the loss's elements are divided by; None
+            if there is none, or if samples influence one another otherwise, too.
     """
 
     backward: int
@@ -99,6 +102,7 @@ class Probe:
     untested: str | None = None
     free: list[int] = field(default_factory=list)
     constants: list[str] = field(default_factory=list)
+    own_sum: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -433,13 +437,20 @@ class Replay:
     # ------------------------------------------------------------------
     # Running it again.
 
-    def run(self, rows: Sequence[int] | None, kept: int | None = None) -> tuple[list[Tensor], str]:
+    def run(
+        self,
+        rows: Sequence[int] | None,
+        kept: int | None = None,
+        divisor: Tensor | None = None,
+    ) -> tuple[list[Tensor], str]:
         """Return the reduced tensors where sample i has the data of sample `rows[i]`.
 
         Args:
             rows: None: as recorded.
             kept: a sample whose data are its own. The operation is returned that first gives
                 another result for it, "" if none does.
+            divisor: a tensor of one number that the reduced tensors are multiplied by, as it is
+                with these data; it comes last among them.
         """
         index = torch.arange(self.rows) if rows is None else torch.tensor(rows)
         replaced = {
@@ -483,7 +494,45 @@ class Replay:
                     and (new.shape != old.shape or _differs(old, new)[kept].any())
                 ):
                     first = str(op)
-        return [changed.get(id(t), t) for t in self.ends], first
+        ends = [changed.get(id(t), t) for t in self.ends]
+        if divisor is not None:
+            number = changed.get(id(divisor), divisor)
+            ends = [*(end * number for end in ends), number]
+        return ends, first
+
+    def own_sum(self) -> float | None:
+        """Return a sum over the samples that all elements are divided by, such as that of their
+        weights, where samples influence one another in no other way.
+
+        Times the divisor, the elements are separable then; and the divisor is the sum of what it
+        would be of each sample alone.
+        """
+        divisors = {
+            id(op.args[1]): op.args[1]
+            for op in self.steps
+            if op.name in ("div", "div_")
+            and isinstance(op.args[1], Tensor)
+            and op.args[1].numel() == 1
+            and _storage(op.args[1]) in self.tainted
+        }
+        if len(divisors) != 1:
+            return None
+        [divisor] = divisors.values()
+        number = float(divisor)
+        if not (math.isfinite(number) and number > 0) or _mixed(self, self.rows, divisor):
+            return None
+        shares: list[float] = []
+        for sample in range(min(self.rows, MANY)):
+            (*_, of_one), _ = self.run([sample] * self.rows, divisor=divisor)
+            shares.append(float(of_one) / self.rows)
+        for sample in range(len(shares) - 1):  # also tells a sum from a largest one
+            rows = list(range(self.rows))
+            rows[sample] = sample + 1
+            (*_, replaced), _ = self.run(rows, divisor=divisor)
+            expected = number - shares[sample] + shares[sample + 1]
+            if abs(float(replaced) - expected) > 1e-5 * number:
+                return None
+        return number
 
     def _before(self, op: Operation, tensor: Tensor) -> Tensor:
         """Return a copy of a tensor from outside as it was before the script wrote to it."""
@@ -525,11 +574,18 @@ def compare_samples(replay: Replay) -> tuple[str | None, str | None]:
             return None, str(error)
 
 
-def _mixed(replay: Replay, count: int) -> str | None:
+def _mixed(replay: Replay, count: int, divisor: Tensor | None = None) -> str | None:
+    """Return how samples influence one another, None if they do not.
+
+    Args:
+        divisor: see `Replay.run`.
+    """
     began = time.perf_counter()
-    same, _ = replay.run(None)
+    same, _ = replay.run(None, divisor=divisor)
     seconds = time.perf_counter() - began
-    if any(_shape_or_values_differ(a, b) for a, b in zip(replay.ends, same, strict=True)):
+    if divisor is not None:
+        same.pop()
+    elif any(_shape_or_values_differ(a, b) for a, b in zip(replay.ends, same, strict=True)):
         raise UntestableError("the same data give another loss when they are computed again")
     samples = MANY if seconds < QUICK_S else FEW
     chosen = sorted({i * count // min(samples, count) for i in range(min(samples, count))})
@@ -539,9 +595,10 @@ def _mixed(replay: Replay, count: int) -> str | None:
     for sample in chosen:
         rows = list(range(count))
         rows[sample] = (sample + 1) % count
-        one, _ = replay.run(rows)
-        alone, culprit = replay.run([sample] * count, kept=sample)
-        for term, end, owner, a, b in zip(replay.terms, same, owners, one, alone, strict=True):
+        one, _ = replay.run(rows, divisor=divisor)
+        alone, culprit = replay.run([sample] * count, kept=sample, divisor=divisor)
+        results = zip(replay.terms, same, owners, one, alone, strict=divisor is None)
+        for term, end, owner, a, b in results:
             if a.shape != end.shape or b.shape != end.shape:
                 raise UntestableError(
                     f"the number of elements in {replay.reduction} depends on the data"
@@ -560,6 +617,15 @@ def _mixed(replay: Replay, count: int) -> str | None:
         raise UntestableError(UNCHANGED)
     replay.free = {*range(len(replay.reductions))} - changed
     return None
+
+
+def own_sum(replay: Replay) -> float | None:
+    """Return `Replay.own_sum`; None where it cannot be computed."""
+    with torch.no_grad(), _kept_random_state(), torch.autocast("cpu", enabled=False):
+        try:
+            return replay.own_sum()
+        except UntestableError:
+            return None
 
 
 def _shape_or_values_differ(one: Tensor, other: Tensor) -> bool:

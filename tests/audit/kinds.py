@@ -195,6 +195,20 @@ def share(scores, y, by):
     return 0.3 * functional.cross_entropy(scores, y) / by
 
 
+def of_own_sum(scores, y, by, times=1.0):
+    """Weights of samples, divided by their sum in the micro-batch."""
+    weights = y + 1.0
+    each = functional.cross_entropy(scores, y, reduction="none")
+    normalised = (each * (weights / weights.sum())).sum() / by
+    return normalised * (weights.sum() if times is None else times)
+
+
+def of_largest(scores, y, by):
+    weights = y + 1.0
+    each = functional.cross_entropy(scores, y, reduction="none")
+    return (each * (weights / weights.max())).mean() / by
+
+
 class InParts(torch.optim.Optimizer):
     """Steps optimizers of parts of its parameters, as a sharded optimizer does."""
 
@@ -248,6 +262,12 @@ LOOPS = {
     "a share": (lambda: accumulated(share), RIGHT),
     "divided by another number": (lambda: accumulated(lambda z, y, _: z.mean() / 8), UNJUDGED),
     "two views": (lambda: accumulated(two_views), UNJUDGED),
+    "weights of an own sum": (lambda: accumulated(of_own_sum, 3), WRONG),
+    "weights of an own sum, times it": (
+        lambda: accumulated(lambda z, y, by: of_own_sum(z, y, by, None) / 8, 3),
+        UNJUDGED,
+    ),
+    "weights by the largest": (lambda: accumulated(of_largest, 3), UNJUDGED),
     "dice": (lambda: accumulated(dice), UNJUDGED),
 }
 

@@ -8,7 +8,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from orchestrator.audit.faults import FAULTS
 from orchestrator.audit.judge import RIGHT, ROWS, SLOW, UNJUDGED, WRONG, judge, read_trace
 from orchestrator.audit.loss_graph import read_loss
-from orchestrator.audit.separability import Recorder, Replay, compare_samples, find_reductions
+from orchestrator.audit.separability import (
+    Recorder,
+    Replay,
+    compare_samples,
+    find_reductions,
+    own_sum,
+)
 from orchestrator.cli.audit import Audit
 from tests import warm
 from tests.audit import drawn, kinds, loop
@@ -166,6 +172,24 @@ def test_separable_losses_pass_the_replay(name):
 def test_losses_over_other_samples_are_named_with_their_line(name):
     mixed, untested = replayed(MIXED[name])
     assert "test_loops.py:" in (mixed or untested or "")
+
+
+def own_sum_of(loss):
+    layer = torch.nn.Linear(3, 3)
+    recorder = Recorder()
+    recorder.start()
+    root = loss(layer(X))
+    recorder.stop()
+    reductions = find_reductions(recorder, read_loss([root]).nodes)
+    return own_sum(Replay(recorder, reductions, {id(p) for p in layer.parameters()}, len(X)))
+
+
+def test_a_sum_over_the_samples_that_elements_are_divided_by_is_known_from_other_mixtures():
+    assert own_sum_of(MIXED["normalised weights"]) == pytest.approx(float(LENGTHS.sum()))
+    softmax = own_sum_of(lambda z: (each(z).mean(1) * (WEIGHTS.exp() / WEIGHTS.exp().sum())).sum())
+    assert softmax == pytest.approx(float(WEIGHTS.exp().sum()))
+    for name in ("by the largest", "advantages", "detached statistics", "the sample before"):
+        assert own_sum_of(MIXED[name]) is None, name
 
 
 def test_a_mode_of_the_script_keeps_its_place():
