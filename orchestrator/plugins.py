@@ -1,4 +1,5 @@
-"""Plug-ins that are chosen by name: clusters, transports, frameworks, trackers, commands.
+"""Plug-ins that are chosen by name: clusters, transports, frameworks, trackers, callbacks and
+commands.
 
 Built-in ones are in a table as "module:Class", so that only the chosen one is imported; one whose
 module is missing (an add-on that was taken away) is left out. A third party's is an entry point of
@@ -178,6 +179,7 @@ TRACKERS = PluginKind(
 )
 
 
+CALLBACKS = PluginKind(key="run.callbacks", group="orchestrator.callbacks", ours={})
 COMMANDS = PluginKind(key="command", group="orchestrator.commands", ours={})
 """Verbs of `python -m orchestrator` besides those of `__main__.py`: functions for typer."""
 

@@ -427,7 +427,8 @@ class Accumulator:
             mark = self.group.mark() if self._window.overlaps else self._window.mark
             with self.clock.compute:  # the device may still be computing
                 self._reduction.buffers.complete()
-                trailer = Trailer.from_losses(to_floats(self._losses), len(names))
+                numbers, width = to_floats(self._losses), 2 + len(names)
+                trailer = Trailer.from_losses(numbers, len(names))
             with self.clock.wait:
                 trailer.flags[STOP] = int(stop)
                 trailer.flags[NEWCOMERS] = int(self.newcomers_wait)
@@ -448,6 +449,7 @@ class Accumulator:
                 collectives=sent.collectives + apart.collectives,
                 exchanges=self._used.exchanges,
                 bytes_on_wire=sent.bytes_on_wire + apart.bytes_on_wire,
+                losses=tuple(zip(numbers[1::width], numbers[::width], strict=True)),
                 **totals.report(names),
                 **self.clock.seconds(),
             )
@@ -510,6 +512,14 @@ class Accumulator:
         sharded optimizer only this rank's segments).
         """
         return self._reduction.buffers
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradients as they are now; see `ShowsGradients`. After a boundary each rank
+        has only its segments where the optimizer is sharded.
+        """
+        buffers = self.buffers
+        named = zip(buffers.slots, buffers.views, strict=True)
+        return {slot.name: view for slot, view in named}
 
     def parameter_count(self) -> int:
         """Return the trained real numbers, shared ones counted once."""
