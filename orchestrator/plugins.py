@@ -179,8 +179,16 @@ TRACKERS = PluginKind(
 )
 
 
-CALLBACKS = PluginKind(key="run.callbacks", group="orchestrator.callbacks", ours={})
-COMMANDS = PluginKind(key="command", group="orchestrator.commands", ours={})
+CALLBACKS = PluginKind(
+    key="run.callbacks",
+    group="orchestrator.callbacks",
+    ours={"replay": "orchestrator.replay.observer:Observer"},
+)
+COMMANDS = PluginKind(
+    key="command",
+    group="orchestrator.commands",
+    ours={"replay": "orchestrator.replay.command:replay"},
+)
 """Verbs of `python -m orchestrator` besides those of `__main__.py`: functions for typer."""
 
 
