@@ -457,6 +457,7 @@ def update_line(done: CompletedUpdate, peak_memory_bytes: int) -> dict[str, Any]
         },
         "update_s": round(done.seconds, 6),
         "gradient_norm": report.gradient_norm,
+        **({"gradient_digest": report.gradient_digest} if report.gradient_digest else {}),
         "applied": report.applied,
         "loss_scale": report.loss_scale,
         "metrics": dict(report.metrics),

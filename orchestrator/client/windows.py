@@ -373,10 +373,12 @@ class Windows:
         for part in self._parts:
             part.require_ended()
         reports = [part.report for part in self._parts if part.report is not None]
+        digests = [report.gradient_digest for report in reports if report.gradient_digest]
         others = {f"loss_{number}": one.loss for number, one in enumerate(reports) if number}
         return replace(
             reports[0],
             metrics={**reports[0].metrics, **others},
+            gradient_digest="-".join(digests) or None,
             stop_requested=any(report.stop_requested for report in reports),
             collectives=sum(report.collectives for report in reports),
             bytes_on_wire=sum(report.bytes_on_wire for report in reports),

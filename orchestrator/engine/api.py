@@ -301,6 +301,7 @@ class BoundaryReport:
         compute_s, wait_s, optimizer_s: forward and backward; reduction; clipping and step.
         compile_s: first calls of compiled functions, not part of the other three if measured.
         plain_step_s: a micro-step without compilation, measured once where others are compiled.
+        gradient_digest: of the bits of the summed gradient, in reproducible mode; else None.
         losses: total and weight of each of this rank's micro-steps, in their order; () where the
             engine does not tell.
     """
@@ -323,6 +324,7 @@ class BoundaryReport:
     optimizer_s: float = 0.0
     compile_s: float = 0.0
     plain_step_s: float = 0.0
+    gradient_digest: str | None = None
     losses: Sequence[tuple[float, float]] = ()
 
 

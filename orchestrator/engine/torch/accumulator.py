@@ -65,6 +65,7 @@ from orchestrator.engine.torch.checks import (
     mean_refusal,
 )
 from orchestrator.engine.torch.consistency_checks import check_same_start, replica_checker
+from orchestrator.engine.torch.gradient_digest import gradient_digest
 from orchestrator.engine.torch.group import BaseGroup, gather_numbers, ranks_where, to_floats
 from orchestrator.engine.torch.model import Precision, check_optimizer, learning_rate_of
 from orchestrator.engine.torch.reducer import FastReduction
@@ -438,6 +439,9 @@ class Accumulator:
                 self._window.error_breaks = ""  # from here on all ranks know the same
                 self._window_checker.check(totals, update)
             with self.clock.optimize:
+                digest = None
+                if self.options.reduction == "reproducible":  # the same bits on all ranks
+                    digest = gradient_digest(self.buffers.flat_grads)
                 norm = self._step(update, totals, trailer, summed_norm.value())
             sent, apart = self.group.since(mark), self._reduction.replicate_traffic
             report = BoundaryReport(
@@ -449,6 +453,7 @@ class Accumulator:
                 collectives=sent.collectives + apart.collectives,
                 exchanges=self._used.exchanges,
                 bytes_on_wire=sent.bytes_on_wire + apart.bytes_on_wire,
+                gradient_digest=digest,
                 losses=tuple(zip(numbers[1::width], numbers[::width], strict=True)),
                 **totals.report(names),
                 **self.clock.seconds(),
