@@ -187,7 +187,10 @@ CALLBACKS = PluginKind(
 COMMANDS = PluginKind(
     key="command",
     group="orchestrator.commands",
-    ours={"replay": "orchestrator.replay.command:replay"},
+    ours={
+        "replay": "orchestrator.replay.command:replay",
+        "bisect": "orchestrator.replay.command:bisect",
+    },
 )
 """Verbs of `python -m orchestrator` besides those of `__main__.py`: functions for typer."""
 

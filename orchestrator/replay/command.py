@@ -1,4 +1,4 @@
-"""The command `replay`."""
+"""The commands `replay` and `bisect`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from rich.console import Console
 
 from orchestrator.config.command_line import check_overrides, key_of
 from orchestrator.errors import EXIT_FAILED, UsageError
+from orchestrator.replay.bisecting import bisect_runs
 from orchestrator.replay.debugging import debug as stop_in_pdb
-from orchestrator.replay.printing import print_replay, print_samples, print_uses
+from orchestrator.replay.printing import print_bisection, print_replay, print_samples, print_uses
 from orchestrator.replay.recorded import RecordedRun
 from orchestrator.replay.replaying import replay_update
 from orchestrator.replay.scratch import Request, scratch
@@ -110,6 +111,36 @@ def replay(
             request = Request(update=number, last=number, debug_step=step)
             stop_in_pdb(place, request, before)
     if not found.agrees:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def bisect(
+    a: Annotated[Path, typer.Argument(help="A run folder.")],
+    b: Annotated[Path, typer.Argument(help="Another run, which should be equal to it.")],
+    records: Annotated[
+        bool, typer.Option("--records", help="Only compare the records; compute nothing.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print data instead of tables.")] = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Tracebacks.")] = False,
+) -> None:
+    """Find the first update, micro-step and parameter in which two runs differ, and what else does.
+
+    As in: python -m orchestrator bisect RUN_A RUN_B
+
+    Exit code 1 where they differ.
+    """
+    del verbose
+    runs, notes = (RecordedRun(a), RecordedRun(b)), Console(stderr=True)
+    for run in runs:
+        _ = run.updates  # refuses one that has none, or a program without windows
+    found = bisect_runs(
+        *runs, lambda text: say(notes, text, "dim", prose=True), replays=not records
+    )
+    if as_json:
+        print_json(found.to_json())
+    else:
+        print_bisection(found, runs[0].path, runs[1].path, Console())
+    if found.update is not None:
         raise typer.Exit(EXIT_FAILED)
 
 

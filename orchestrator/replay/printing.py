@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 
 from orchestrator.replay.agreement import NAMES, Agreement, Figure
+from orchestrator.replay.bisecting import Bisection
 from orchestrator.replay.recorded import RecordedRun
 from orchestrator.replay.replaying import Replayed
 from orchestrator.replay.scratch import Line
@@ -116,3 +118,41 @@ def print_uses(
     say(console, f"sample {sample} was used {many} in {plural(total, 'update')}", "bold")
     for update, epoch, position in uses:
         say(console, f"update {update} (epoch {epoch}), position {position}")
+
+
+def print_bisection(found: Bisection, a: Path, b: Path, console: Console) -> None:
+    """Print where two runs part."""
+    many = plural(found.updates, "update")
+    compared = "gradient digests, losses" if found.by_digest else "losses, gradient norms"
+    for text in found.notes:
+        say(console, f"note: {text}", "yellow", prose=True)
+    if found.update is None:
+        say(console, f"{many} of both: {compared} have the same bits", "green")
+    else:
+        say(console, f"of {many}, update {found.update} is the first to differ", "bold red")
+        rows = [
+            (NAMES.get(name, name), f"{left} against {right}", "")
+            for name, (left, right) in found.fields.items()
+        ]
+        print_facts(rows, console)
+    if found.leaf is not None:
+        leaf = found.leaf
+        samples = first_few([*map(str, leaf.samples)], MOST_NUMBERS)
+        say(console, f"first in micro-step {leaf.leaf}, samples {samples}", "bold")
+        if _number(leaf.loss[0]) != _number(leaf.loss[1]):
+            say(console, f"its loss is {leaf.loss[0]!r} against {leaf.loss[1]!r}")
+        if leaf.parameters:
+            named = first_few(list(leaf.parameters), MOST_NUMBERS)
+            say(console, f"its gradient differs in {named}")
+    elif found.repeats is not None:
+        say(console, "replays of both compute the same micro-steps in it", "bold")
+    for run, repeats in zip((a, b), found.repeats or (), strict=False):
+        said = "repeats its record" if repeats else "does not repeat its record"
+        meaning = "" if repeats else ": that run computed something else than its code does here"
+        say(console, f"the replay of {run} {said}{meaning}", "" if repeats else "yellow")
+    if found.unlike:
+        say(console, "what else differs:", "bold")
+    for text in found.unlike:
+        say(console, f"  {text}")
+    if found.update is not None and not found.unlike:
+        say(console, "settings, code, versions, processor and threads are the same")

@@ -58,8 +58,9 @@ ELSEWHERE = {
     r"--lr 0\.1|--epochs 3": "programs of the same shape are executed",
     r"http:|tracker=": "a server, or an extra: tests/trainer/test_trackers.py",
     r"completion": "writes into a shell's own files",
-    **({r"orchestrator replay": "runs of torch: tests/replay"} if "replay" in VERBS else {}),
 }  # fmt: skip
+if "replay" in VERBS:  # an add-on
+    ELSEWHERE[r"orchestrator (replay|bisect)"] = "runs of torch: tests/replay"
 CACHE = str(Path.home() / ".cache")  # with the digits, which all ranks would make
 SPEAKS = """
 from tests.light_job import Light
