@@ -110,9 +110,7 @@ class RecordedRun:
     def reduction(self) -> str:
         if not self.is_program:
             return self.config.accumulation.reduction
-        leaf = self.windows.get("micro_batch (of reduction='reproducible')")
-        tokens = self.windows.get("micro_tokens and pad_to (of reduction='reproducible')")
-        return "fast" if leaf is None and tokens is None else "reproducible"
+        return "reproducible" if "gradient_digest" in self.updates[-1] else "fast"
 
     @cached_property
     def windows(self) -> Mapping[str, Any]:

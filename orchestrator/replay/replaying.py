@@ -17,6 +17,7 @@ from orchestrator.replay.agreement import (
 from orchestrator.replay.recorded import RecordedRun, updates_of
 from orchestrator.replay.scratch import Line, Replay, Request, Scratch
 from orchestrator.report.compare import differing
+from orchestrator.rundir.checkpoints import PREFIX
 
 
 @dataclass(kw_only=True)
@@ -105,15 +106,18 @@ def replay_update(
     say(f"computing {which} again, from {begin}")
     request = Request(update=update, last=last, gradients=True, keep_before=update > first)
     replay = scratch.compute(request, checkpoint)
-    before = checkpoint
-    if update > first:
-        before = replay.run.checkpoints / f"update-{update:09d}"
+    before = replay.run.checkpoints / f"{PREFIX}{update:09d}"
+    if not before.exists():  # it begins there, or the program saves when it likes
+        before = checkpoint
     line = replay.lines.get(update) or {"leaves": [], "norms": {}}
+    machine = _machine_notes(recorded, replay)
+    for text in machine:
+        say(f"note: {text}")
     leaves = by_loss([_without_digests(leaf) for leaf in line["leaves"]])
     found = Replayed(
         run=recorded.path, update=update, first=first, last=last, checkpoint=checkpoint,
         agreement=None, leaves=leaves, norms=by_size(line["norms"]),
-        notes=[*notes, *_machine_notes(recorded, replay)],
+        notes=[*notes, *machine],
     )  # fmt: skip
     if record is not None:
         found.agreement = agreement(recorded, replay, update, exact=recorded.is_exact)
@@ -172,7 +176,10 @@ def _causes(scratch: Scratch, replay: Replay, found: Replayed) -> list[str]:
         )
         return [*why, edited]
     if found.notes:
-        return [*why, "what differs from the run (above) may be the reason: undo it, and repeat"]
+        return [
+            *why,
+            "what differs from the run (the notes) may be the reason: undo it, and repeat",
+        ]
     unknown = (
         "nothing that is known to change bits differs from the run, so its code, its data or a "
         f"machine did something else in update {differs}"

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 
 import pytest
 
@@ -212,6 +213,48 @@ def test_pdb_stops_in_the_jobs_own_loss_with_the_batch(changed, tmp_path):
     assert "('shape', (4, 8))" in done.stdout
 
 
+MINE = """
+from orchestrator import Loss
+from tests.tiny_job import Tiny
+SCALE = 1.0
+class Mine(Tiny):
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        return Loss(loss.total * SCALE, weight=loss.weight, metrics=loss.metrics)
+"""
+
+
+def test_changed_code_is_named_and_a_runs_own_copy_is_replayed(tmp_path):
+    run, file = tmp_path / "run", tmp_path / "mine.py"
+    file.write_text(MINE)
+    shape = ("cluster.nodes=1", "cluster.ranks_per_node=2", "accumulation.balance=measured")
+    words = ("job._target_=mine.Mine", *EXACT, *shape, "train.updates=6", f"run.dir={run}")
+    call(*words, "accumulation.batch_schedule=[[3,12]]", cwd=tmp_path, code=0)
+    copy = "from pathlib import Path; from orchestrator.snapshot import copy_code;"
+    copy += "copy_code('mine.Mine', Path('run').absolute(), Path('run/code/000').absolute())"
+    subprocess.run([sys.executable, "-c", copy], cwd=tmp_path, env=environment(), check=True)
+    file.write_text(MINE.replace("1.0", "1.5"))
+    (run / "code").rename(tmp_path / "code")
+    found = replay(run, "--update", 4, "--short", cwd=tmp_path, code=1)
+    assert "mine.py has changed since the run began" in found["notes"]
+    assert found["agreement"]["differing"] == 3
+    assert "what differs from the run (the notes) may be the reason" in found["why"][1]
+    (tmp_path / "code").rename(run / "code")
+    found = replay(run, "--update", 4, cwd=tmp_path)
+    assert found["agreement"]["agrees"]
+    assert f"the code is the run's own copy: {run / 'code' / '000'}" in found["notes"]
+
+
+def test_a_model_in_shards_is_replayed_whole_up_to_rounding(tmp_path):
+    run = tmp_path / "run"
+    shape = ("cluster.nodes=1", "cluster.ranks_per_node=2", "accumulation.micro_batch=6")
+    words = (TINY, *COMMON, *shape, "engine.shard_model=all", "train.updates=6")
+    call(*words, f"run.dir={run}", code=0)
+    agreed = replay(run, "--update", 4)["agreement"]
+    assert agreed["agrees"]
+    assert agreed["weights_difference"] < 1e-5
+
+
 PROGRAM = """
 import torch
 import torch.distributed as dist
@@ -244,6 +287,12 @@ def test_a_loop_over_windows_is_replayed_on_fewer_ranks(tmp_path):
     assert [number for leaf in leaves for number in leaf["samples"]] == order
     pieces = json.loads(verb("replay", run, "--update", 4, "--samples", "--json").stdout)
     assert [piece["samples"] for piece in pieces] == [leaf["samples"] for leaf in leaves]
+    done = subprocess.run(
+        command("replay", run, "--update", 4, "--debug", module="orchestrator"),
+        input="p 'piece', piece\nq\n", env=environment(), capture_output=True, text=True,
+        timeout=120, check=True,
+    )  # fmt: skip
+    assert f"('piece', {found['leaves'][0]['samples']})" in done.stdout
     refused = verb("replay", run, "--update", 4, "--by-sample", code=2).stderr
     assert "a loop of its own, which decides the size of its micro-batches" in refused
 
