@@ -10,8 +10,8 @@ from typing import Any
 from orchestrator.errors import UsageError
 from orchestrator.replay.agreement import (
     Agreement,
-    LeafDifference,
     agreement,
+    figures_of,
     first_leaf_difference,
 )
 from orchestrator.replay.recorded import RecordedRun, updates_of
@@ -104,7 +104,7 @@ def replay_update(
     begin = "the initial weights" if checkpoint is None else f"the checkpoint after {first} updates"
     which = f"update {first}" if first == last else f"updates {first} to {last}"
     say(f"computing {which} again, from {begin}")
-    request = Request(update=update, last=last, gradients=True, keep_before=update > first)
+    request = Request(update=update, last=last, keep_before=update > first)
     replay = scratch.compute(request, checkpoint)
     before = replay.run.checkpoints / f"{PREFIX}{update:09d}"
     if not before.exists():  # it begins there, or the program saves when it likes
@@ -164,9 +164,15 @@ def _causes(scratch: Scratch, replay: Replay, found: Replayed) -> list[str]:
     if differs is None or not found.agreement.exact:
         return []
     scratch.say(f"update {differs} differs from the record; computing it once more, to compare")
-    again = scratch.compute(Request(update=differs, last=differs, gradients=True), found.checkpoint)
+    again = scratch.compute(Request(update=differs, last=differs), found.checkpoint)
     if (leaf := first_leaf_difference(replay.lines, again.lines)) is not None:
-        return [_two_replays_differ(leaf)]
+        where = f"in micro-step {leaf.leaf} of update {leaf.update} (loss {leaf.loss[0]!r} and "
+        return [_two_replays_differ(f"{where}{leaf.loss[1]!r})")]
+    records = replay.history.update(differs), again.history.update(differs)
+    if records[0] and records[1]:
+        figures = figures_of(records[0], records[1], found.agreement.precision)
+        if not all(figure.is_same for figure in figures):
+            return [_two_replays_differ(f"in the gradient of update {differs}")]
     why = ["computed twice here, it has the same bits both times"]
     if found.agreement.weights is not None and not found.agreement.weights_difference:
         edited = (
@@ -187,9 +193,8 @@ def _causes(scratch: Scratch, replay: Replay, found: Replayed) -> list[str]:
     return [*why, unknown]
 
 
-def _two_replays_differ(leaf: LeafDifference) -> str:
+def _two_replays_differ(where: str) -> str:
     return (
-        f"two replays here differ, first in micro-step {leaf.leaf} of update {leaf.update} (loss "
-        f"{leaf.loss[0]!r} and {leaf.loss[1]!r}): the job draws random numbers from another "
+        f"two replays here differ, first {where}: the job draws random numbers from another "
         "generator than Python's, NumPy's or torch's own, or its data or state change"
     )
