@@ -10,7 +10,7 @@ import functools
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,12 +24,14 @@ from orchestrator.errors import (
     EXIT_FINISHED,
     EXIT_INTERRUPTED,
     EXIT_TIMED_OUT,
+    ConfigError,
     OrchestratorError,
     RunFolderError,
     UsageError,
     require_cwd,
 )
 from orchestrator.launch import main as launch_main
+from orchestrator.plugins import COMMANDS
 from orchestrator.report.terminal import exit_on_broken_pipe, print_error, print_json, say
 from orchestrator.rundir.folder import RunDir
 
@@ -77,21 +79,49 @@ def verb(example: str, **settings: Any) -> Callable[[Verb], Verb]:
     """
 
     def register(function: Verb) -> Verb:
-        @functools.wraps(function)
-        def guarded(*args: Any, **kwargs: Any) -> Any:
-            try:
-                require_cwd()
-                return function(*args, **kwargs)
-            except BrokenPipeError:
-                raise
-            except (OrchestratorError, OSError) as error:
-                verbose = kwargs.get("verbose", False)
-                raise typer.Exit(print_error(error, verbose=verbose)) from error
-
-        app.command(epilog=f"As in: python -m orchestrator {example}", **settings)(guarded)
+        epilog = f"As in: python -m orchestrator {example}"
+        app.command(epilog=epilog, **settings)(_guarded(function))
         return function
 
     return register
+
+
+def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a verb whose errors become one message and an exit code."""
+
+    @functools.wraps(function)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        try:
+            require_cwd()
+            return function(*args, **kwargs)
+        except BrokenPipeError:
+            raise
+        except (OrchestratorError, OSError) as error:
+            verbose = kwargs.get("verbose", False)
+            raise typer.Exit(print_error(error, verbose=verbose)) from error
+
+    return guarded
+
+
+def add_commands(typed: Sequence[str]) -> None:
+    """Add commands of add-ons and of other packages to the verbs: only the one that is typed, since
+    a search through all packages takes longer than most verbs; all of them where they are listed.
+    """
+    first = next((word for word in typed if not word.startswith("-")), None)
+    known = {
+        info.name or getattr(info.callback, "__name__", "") for info in app.registered_commands
+    }
+    if first in known or "--version" in typed:
+        return
+    for name in [first] if first in COMMANDS.ours else COMMANDS.names():
+        if name is None or name in known:  # those of `__main__.py` cannot be replaced
+            continue
+        try:
+            app.command(name)(_guarded(COMMANDS.load_function(name)))
+        except ConfigError as error:
+            if name == first:
+                raise
+            say(Console(stderr=True), f"warning: {error}", "yellow")
 
 
 @app.callback(invoke_without_command=True, epilog=EXIT_CODES)
@@ -662,6 +692,10 @@ def main() -> None:
         given = given[: given.index("--")]
     try:
         with exit_on_broken_pipe():
+            try:
+                add_commands(given)
+            except OrchestratorError as error:
+                sys.exit(print_error(error))
             app(given, prog_name="orchestrator" if script else "python -m orchestrator")
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)

@@ -1,7 +1,9 @@
-"""Plug-ins that are chosen by name: clusters, transports, frameworks, trackers.
+"""Plug-ins that are chosen by name: clusters, transports, frameworks, trackers, callbacks and
+commands.
 
-Built-in ones are in a table as "module:Class", so that only the chosen one is imported. A third
-party's is an entry point of an installed package, which is searched when a name is not built in:
+Built-in ones are in a table as "module:Class", so that only the chosen one is imported; one whose
+module is missing (an add-on that was taken away) is left out. A third party's is an entry point of
+an installed package, which is searched when a name is not built in:
 
     [project.entry-points."orchestrator.clusters"]
     ssh = "my_package.cluster:SshCluster"
@@ -11,8 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import traceback
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -64,24 +67,51 @@ class PluginKind:
         Raises:
             ConfigError: no plug-in has that name, or its package cannot provide it.
         """
-        where = self.ours.get(name)
-        if where is not None:
-            return _imported(where)
-        if sentence := self.refusal(name):
-            raise ConfigError(sentence)
         if name in self.besides:
             raise ConfigError(f"{self.key}={name} names no class; known are {', '.join(self.ours)}")
-        entry = next(entry for entry in _entry_points(self.group) if entry.name == name)
-        source = f"{self.key}={name}: {entry.value} of {_package(entry)}"
-        try:
-            found = _imported(entry.value)
-        except (Exception, SystemExit) as error:
-            raise ConfigError(f"{source} cannot be imported: {_describe(error)}") from error
+        found, source = self._load(name)
+        if source is None:
+            return found
         if not (isinstance(found, type) and issubclass(found, base)):
             raise ConfigError(f"{source} is no subclass of {base.__module__}.{base.__qualname__}")
         if lacking := sorted(getattr(found, "__abstractmethods__", ())):
             raise ConfigError(f"{source} has no {' and no '.join(lacking)}")
         return found
+
+    def load_function(self, name: str) -> Callable[..., Any]:
+        """Return the function that `name` names.
+
+        Raises:
+            ConfigError: no plug-in has that name, or its package cannot provide it.
+        """
+        found, source = self._load(name)
+        if not callable(found):
+            raise ConfigError(f"{source or name} is no function")
+        return found
+
+    def _load(self, name: str) -> tuple[Any, str | None]:
+        """Return what `name` names, and how to call a third party's in messages; None for ours."""
+        where = self.ours.get(name)
+        if where is not None:
+            if not _is_there(where):
+                folder = where.partition(":")[0].rpartition(".")[0].replace(".", "/")
+                raise ConfigError(
+                    f"{self.key}={name} is not part of this installation: {folder}/ is missing"
+                )
+            return _imported(where), None
+        if sentence := self.refusal(name):
+            raise ConfigError(sentence)
+        entry = next(entry for entry in _entry_points(self.group) if entry.name == name)
+        source = f"{self.key}={name}: {entry.value} of {_package(entry)}"
+        try:
+            return _imported(entry.value), source
+        except (Exception, SystemExit) as error:
+            raise ConfigError(f"{source} cannot be imported: {_describe(error)}") from error
+
+    def names(self) -> list[str]:
+        """Return the names of all plug-ins that are there: ours, then those of other packages."""
+        own = [name for name, where in self.ours.items() if _is_there(where)]
+        return [*dict.fromkeys([*own, *(entry.name for entry in _entry_points(self.group))])]
 
     def make(self, name: str, base: type[Base], *arguments: Any) -> Base:
         """Return an object of the class that `name` names. Raises `ConfigError`."""
@@ -149,6 +179,22 @@ TRACKERS = PluginKind(
 )
 
 
+CALLBACKS = PluginKind(
+    key="run.callbacks",
+    group="orchestrator.callbacks",
+    ours={"replay": "orchestrator.replay.observer:Observer"},
+)
+COMMANDS = PluginKind(
+    key="command",
+    group="orchestrator.commands",
+    ours={
+        "replay": "orchestrator.replay.command:replay",
+        "bisect": "orchestrator.replay.command:bisect",
+    },
+)
+"""Verbs of `python -m orchestrator` besides those of `__main__.py`: functions for typer."""
+
+
 def _entry_points(group: str) -> list[Any]:
     import importlib.metadata  # a quarter of what a plan takes; only a name of others pays for it
 
@@ -157,6 +203,14 @@ def _entry_points(group: str) -> list[Any]:
 
 def _package(entry: Any) -> str:
     return f"{entry.dist.name} {entry.dist.version}"
+
+
+def _is_there(where: str) -> bool:
+    """Return whether the module of "module:Class" exists. Imports the packages above it."""
+    try:
+        return importlib.util.find_spec(where.partition(":")[0]) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _imported(where: str) -> Any:

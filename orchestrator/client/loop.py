@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Protocol
@@ -25,6 +25,7 @@ from orchestrator.engine.api import BoundaryReport
 from orchestrator.engine.common.waiting import declared
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.window import MicroBatch, Window, planner_of
+from orchestrator.plugins import CALLBACKS
 
 KEPT = 1000
 """Updates whose lines a new rank 0 can write, if the disk was full when the last one was lost."""
@@ -41,6 +42,19 @@ class CompletedUpdate:
     seconds: float
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """What a loop trains, for callbacks that look closer.
+
+    Attributes:
+        job: of a job class; None in a loop of the user's own.
+        gradients: see `ShowsGradients`; no names where the engine shows none.
+    """
+
+    job: Any = None
+    gradients: Callable[[], Mapping[str, Any]] = dict[str, Any]
+
+
 class Callback:
     """Base of the callbacks of a training loop; a method that is not overridden does nothing.
 
@@ -48,6 +62,16 @@ class Callback:
     loop. Those of a user come after ours; they must neither change what the training computes with
     nor call collectives.
     """
+
+    def on_start(self, trained: Trained) -> None:
+        """Handle the start of the loop, once in each group of ranks."""
+
+    def wants_stop(self, update: int) -> bool:
+        """Return whether all ranks are to stop after this update, with a checkpoint. Called before
+        its boundary; one rank's True is enough.
+        """
+        del update
+        return False
 
     def on_micro_step(self, update: int, done: int, steps: int) -> None:
         """Handle the start of a micro-step, after `done` of `steps`; after all, of the boundary."""
@@ -100,6 +124,11 @@ def describe_misuse(callbacks: Any, stated: str, example: str) -> str | None:
                 f"{callback!r:.60}"
             )
     return None
+
+
+def configured_callbacks(names: Sequence[str]) -> list[Callback]:
+    """Return the callbacks that `run.callbacks` names. Raises `ConfigError`."""
+    return [CALLBACKS.make(name, Callback) for name in names]
 
 
 class RankWindows:
@@ -193,7 +222,8 @@ class TrainingProgress:
         """Add a completed update."""
         self.done = done
         window = replace(done.window, micro_batches=(), order=None)
-        self.kept.append(replace(done, window=window))
+        report = replace(done.report, losses=())
+        self.kept.append(replace(done, window=window, report=report))
         self.updates, self.loss = done.window.update + 1, done.report.loss
         self.samples += done.window.samples
         self.wait_s += done.report.wait_s
@@ -232,6 +262,7 @@ class TrainingLoop:
         checkpoint_every, evaluate_every: see `is_due`.
         checkpoint_soon: save after the next update as well, unless nothing is ever saved.
         evaluate: computes the held-out figures, on the rank that does.
+        trained: for the callbacks' `on_start`.
         judge: says of an evaluation after so many updates whether it is the best so far, and
             whether it is time to stop. Collective; it gets the figures that this rank has.
     """
@@ -246,6 +277,7 @@ class TrainingLoop:
     checkpoint_soon: bool = False
     evaluate: Callable[[], dict[str, float]] | None = None
     judge: Callable[[int, dict[str, float]], tuple[bool, bool]] | None = None
+    trained: Trained = field(default_factory=Trained)
     _window: Window | None = None
     _began: float = 0.0
     _work: tuple[float, float] = (0.0, 0.0)
@@ -255,6 +287,7 @@ class TrainingLoop:
         in. What follows an update is collective.
         """
         progress = self.progress
+        self._call("on_start", self.trained)
         for done in progress.kept:
             self._record(done)
         if progress.done is not None:  # a rank that is lost may have had no time for all of this
@@ -306,18 +339,26 @@ class TrainingLoop:
             others = report.wait_s + report.optimizer_s + report.compile_s
             self._work = seconds - others, self.windows.cost(window)
 
+    def wants_stop(self, update: int) -> bool:
+        """Return whether a callback wants all ranks to stop after this update."""
+        return any(self._call("wants_stop", update))
+
     def begin_held_out_piece(self, done: int) -> None:
         """Begin a piece of held-out data after `done` of this rank's, within `evaluate`."""
         self._call("on_held_out_piece", done)
 
-    def _call(self, method: str, *values: Any) -> None:
-        """Call a method of all callbacks; an exception gets the name of the one that raised it."""
+    def _call(self, method: str, *values: Any) -> list[Any]:
+        """Call a method of all callbacks and return their answers; an exception gets the name of
+        the one that raised it.
+        """
+        answers: list[Any] = []
         for callback in self.callbacks:
             try:
-                getattr(callback, method)(*values)
+                answers.append(getattr(callback, method)(*values))
             except Exception as error:
                 error.add_note(f"{IN_CALLBACK}{type(callback).__name__}.{method}")
                 raise
+        return answers
 
     def _record(self, done: CompletedUpdate) -> None:
         """Pass an update to the callbacks, once. Not collective."""
@@ -416,6 +457,7 @@ def update_line(done: CompletedUpdate, peak_memory_bytes: int) -> dict[str, Any]
         },
         "update_s": round(done.seconds, 6),
         "gradient_norm": report.gradient_norm,
+        **({"gradient_digest": report.gradient_digest} if report.gradient_digest else {}),
         "applied": report.applied,
         "loss_scale": report.loss_scale,
         "metrics": dict(report.metrics),

@@ -29,8 +29,10 @@ from orchestrator.client.loop import (
     Callback,
     CompletedUpdate,
     RankWindows,
+    Trained,
     TrainingLoop,
     TrainingProgress,
+    configured_callbacks,
     update_line,
 )
 from orchestrator.client.options import (
@@ -42,6 +44,7 @@ from orchestrator.client.options import (
 )
 from orchestrator.client.record import whole_number
 from orchestrator.client.run import CurrentRun
+from orchestrator.config.reading import read_config
 from orchestrator.engine.api import BoundaryReport
 from orchestrator.engine.common import waiting
 from orchestrator.engine.common.micro_steps import derived_seed
@@ -161,7 +164,9 @@ class Windows:
         self._window: UserWindow | None = None
 
         def is_stop_requested() -> bool:
-            return (checkpoints is not None or bool(run)) and run.is_stop_requested()
+            asked = (checkpoints is not None or bool(run)) and run.is_stop_requested()
+            update = None if self._window is None else self._window.update
+            return asked or (update is not None and self._loop.wants_stop(update))
 
         self._parts = [MicroBatchTracker(is_stop_requested) for _ in accumulators]
         for one, part in zip(accumulators, self._parts, strict=True):
@@ -207,10 +212,18 @@ class Windows:
             windows=RankWindows(plan, rank, shard_ranks=next(iter(copies), ()), speeds=speeds),
             updates=self.updates,
             checkpoints=checkpoints,
-            callbacks=[*record, *options.callbacks],
+            callbacks=[*record, *options.callbacks, *_configured_callbacks(run)],
             progress=TrainingProgress(updates=self.first, samples=samples),
             checkpoint_every=options.checkpoint_every,
+            trained=Trained(gradients=self._gradients),
         )
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """Return the gradients of all accumulators by name; see `ShowsGradients`."""
+        if len(self._all) == 1:
+            return self._all[0].gradients()
+        each = enumerate(self._all)
+        return {f"{n}.{name}": g for n, one in each for name, g in one.gradients().items()}
 
     def __len__(self) -> int:
         """Return how many windows come at the start of the loop."""
@@ -360,10 +373,12 @@ class Windows:
         for part in self._parts:
             part.require_ended()
         reports = [part.report for part in self._parts if part.report is not None]
+        digests = [report.gradient_digest for report in reports if report.gradient_digest]
         others = {f"loss_{number}": one.loss for number, one in enumerate(reports) if number}
         return replace(
             reports[0],
             metrics={**reports[0].metrics, **others},
+            gradient_digest="-".join(digests) or None,
             stop_requested=any(report.stop_requested for report in reports),
             collectives=sum(report.collectives for report in reports),
             bytes_on_wire=sum(report.bytes_on_wire for report in reports),
@@ -384,6 +399,14 @@ class Windows:
         if any(within):
             done += f", within update {at}: its micro-steps train nothing"
         warn(f"{done}; ranks that go on wait for this one, and nothing was saved after that")
+
+
+def _configured_callbacks(run: CurrentRun) -> list[Callback]:
+    """Return the callbacks that `run.callbacks` names; none outside any run."""
+    folder = RunDir(run.folder)
+    if not (run and folder.config.exists()):
+        return []
+    return configured_callbacks(read_config(folder.read_config()).run.callbacks)
 
 
 class RunRecord(Callback):

@@ -26,7 +26,7 @@ from orchestrator.config.schema import (
     value_of,
 )
 from orchestrator.errors import ConfigError, JobError
-from orchestrator.plugins import FRAMEWORKS
+from orchestrator.plugins import CALLBACKS, FRAMEWORKS
 from orchestrator.rundir.metrics import HELD_OUT
 
 SEARCH_ONLY = ("trials", "seed", "direction", "prune")
@@ -365,6 +365,7 @@ def _any_job(config: Config) -> Iterator[str]:
             "initial_state has the optimizer and the place in the data, too: leave one out"
         )
     yield from _best_figure(config.train)
+    yield from filter(None, map(CALLBACKS.refusal, config.run.callbacks))
     at_once(config.sweep.parallel)
     yield from search_problems(config.sweep)
     yield from accumulation_problems(config.accumulation)

@@ -262,6 +262,7 @@ class RunConfig:
     dir: str | None = None
     name: str | None = None
     tags: list[str] = field(default_factory=list[str])
+    callbacks: list[str] = field(default_factory=list[str])
     note: str | None = None
     watch: bool | None = None
     snapshot: bool = True

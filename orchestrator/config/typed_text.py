@@ -23,7 +23,13 @@ from orchestrator.errors import ConfigError
 from orchestrator.units import time_limit_min
 
 TIME_LIMIT = "cluster.time_min"
-_TEXT_LISTS = ("run.tags", "cluster.preamble", "job.command", "job.resume_arguments")
+_TEXT_LISTS = (
+    "run.tags",
+    "run.callbacks",
+    "cluster.preamble",
+    "job.command",
+    "job.resume_arguments",
+)
 _TEXT_TABLES = ("cluster.environment",)
 _WORD_TABLES = ("cluster.slurm_flags", "cluster.srun_flags", "job.arguments")
 """Their values become words of a command: true is a flag without a value, and a number that is

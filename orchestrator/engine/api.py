@@ -304,6 +304,9 @@ class BoundaryReport:
         compute_s, wait_s, optimizer_s: forward and backward; reduction; clipping and step.
         compile_s: first calls of compiled functions, not part of the other three if measured.
         plain_step_s: a micro-step without compilation, measured once where others are compiled.
+        gradient_digest: of the bits of the summed gradient, in reproducible mode; else None.
+        losses: total and weight of each of this rank's micro-steps, in their order; () where the
+            engine does not tell.
     """
 
     update: int
@@ -324,6 +327,8 @@ class BoundaryReport:
     optimizer_s: float = 0.0
     compile_s: float = 0.0
     plain_step_s: float = 0.0
+    gradient_digest: str | None = None
+    losses: Sequence[tuple[float, float]] = ()
 
 
 class Engine(Protocol):
@@ -465,6 +470,18 @@ class Engine(Protocol):
         """
         del micro_batches
         return []
+
+
+@runtime_checkable
+class ShowsGradients(Protocol):
+    """An engine whose gradients callbacks may look at."""
+
+    def gradients(self) -> Mapping[str, Any]:
+        """Return the gradients as they are now, by the parameters' names, not to be changed:
+        between micro-steps what this rank has accumulated (in reproducible mode of its latest leaf
+        alone), after a boundary the averaged and clipped ones. Not collective.
+        """
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,8 +22,9 @@ from orchestrator.client.balance import (
     Speeds,
     known_speed,
 )
-from orchestrator.client.loop import Callback, RankWindows, TrainingLoop
+from orchestrator.client.loop import Callback, RankWindows, Trained, TrainingLoop
 from orchestrator.client.run import current_run
+from orchestrator.engine.api import ShowsGradients
 from orchestrator.errors import (
     EXIT_FINISHED,
     EXIT_STOPPED,
@@ -162,6 +163,10 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
                 checkpoint_soon=membership is not None and bool(membership.changes),
                 evaluate=evaluate if group.rank == 0 or training.evaluates_together else None,
                 judge=best and best.judge,
+                trained=Trained(
+                    job=training.job,
+                    gradients=engine.gradients if isinstance(engine, ShowsGradients) else dict,
+                ),
             )
             if training.held_out is not None:
                 held_out = HeldOutEvaluation(
@@ -300,8 +305,9 @@ def _compute(loop: TrainingLoop, training: Training, stop: StopFlag) -> None:
             loop.begin_micro_step(window, number)
             engine.micro_step(next(batches), micro_batch)
         loop.begin_micro_step(window, window.steps)
+        stops = stop.requested or loop.wants_stop(window.update)
         training.in_boundary = True
-        loop.end_window(engine.boundary(stop=stop.requested))
+        loop.end_window(engine.boundary(stop=stops))
         training.in_boundary = False
 
 

@@ -12,7 +12,12 @@ from typing import Any
 
 from orchestrator.agent.topology import interface_variables
 from orchestrator.client.checkpoints import Checkpoints
-from orchestrator.client.loop import Callback, TrainingProgress, describe_misuse
+from orchestrator.client.loop import (
+    Callback,
+    TrainingProgress,
+    configured_callbacks,
+    describe_misuse,
+)
 from orchestrator.client.run import current_run
 from orchestrator.clusters.machine import visible_gpus
 from orchestrator.config.job_source import check_target, refuse_arguments
@@ -91,7 +96,7 @@ class Training:
         rates: the job's own learning rates, if any.
         held_out: what all ranks evaluate together; None where the job has none.
         best: watches the figure of `train.keep_best`, in the present group.
-        callbacks: of the job.
+        callbacks: of the job, then those of `run.callbacks`.
         membership: None where losses are not survived.
         recorded_speeds: that the run repeats, if any.
         recorder: on rank 0, the one that writes. If that rank dies, another makes its own.
@@ -101,6 +106,7 @@ class Training:
     run: RunDir
     attempt: int
     config: Config
+    job: Job
     engine: Engine
     checkpoints: Checkpoints
     group: Group
@@ -367,11 +373,11 @@ def _set_up(worker: WorkerProcess) -> Training:
         background=config.train.checkpoint_in_background, best=run.best,
     )  # fmt: skip
     training = Training(
-        run=run, attempt=attempt, config=config, engine=engine, checkpoints=checkpoints,
+        run=run, attempt=attempt, config=config, job=job, engine=engine, checkpoints=checkpoints,
         group=group, planned=planned,
         updates=planned.updates, rates=own_rates(job, config.schedule, engine, planned.updates),
         held_out=agreed_held_out(engine, job, by_length=planned.work is not None),
-        callbacks=_callbacks_of(job),
+        callbacks=[*_callbacks_of(job), *configured_callbacks(config.run.callbacks)],
         recorded_speeds=kept_speeds(config, run),
     )  # fmt: skip
     if config.train.keep_best is not None and training.held_out is None and not evaluates(job):

@@ -340,7 +340,7 @@ class GroupMembership(Callback):
         if (done := progress.done) is not None:
             mine = {
                 "window": asdict(replace(done.window, micro_batches=(), order=None)),
-                "report": asdict(done.report),
+                "report": asdict(replace(done.report, losses=())),
                 "seconds": done.seconds,
                 "samples": progress.samples,
             }

@@ -19,7 +19,7 @@ import typer
 
 import benchmarks.__main__ as measurements
 import slurm.__main__ as development
-from orchestrator.__main__ import app
+from orchestrator.__main__ import add_commands, app
 from orchestrator.cli.new import FILES
 from orchestrator.cli.start import prepare
 from orchestrator.config.command_line import read_command_line
@@ -31,6 +31,7 @@ from tests.helpers import begin, call, records, until
 from tests.hold import Hold
 
 SHORT = ("train.epochs=null", "train.samples=null", "train.updates=2", "train.evaluate_every=0")
+add_commands([])
 VERBS = typer.main.get_command(app).commands
 ELSEWHERE = {
     r"…|\||KEY=VALUE|key=value|RUN\|SWEEP|FOLDER$| N ": "words that stand for others",
@@ -58,6 +59,8 @@ ELSEWHERE = {
     r"http:|tracker=": "a server, or an extra: tests/trainer/test_trackers.py",
     r"completion": "writes into a shell's own files",
 }  # fmt: skip
+if "replay" in VERBS:  # an add-on
+    ELSEWHERE[r"orchestrator (replay|bisect)"] = "runs of torch: tests/replay"
 CACHE = str(Path.home() / ".cache")  # with the digits, which all ranks would make
 SPEAKS = """
 from tests.light_job import Light

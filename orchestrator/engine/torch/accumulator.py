@@ -66,6 +66,7 @@ from orchestrator.engine.torch.checks import (
     mean_refusal,
 )
 from orchestrator.engine.torch.consistency_checks import check_same_start, replica_checker
+from orchestrator.engine.torch.gradient_digest import gradient_digest
 from orchestrator.engine.torch.group import BaseGroup, gather_numbers, ranks_where, to_floats
 from orchestrator.engine.torch.model import Precision, check_optimizer, learning_rate_of
 from orchestrator.engine.torch.model_parts import ModelParts
@@ -463,7 +464,8 @@ class Accumulator:
             mark = self.group.mark() if self._window.overlaps else self._window.mark
             with self.clock.compute:  # the device may still be computing
                 self._reduction.buffers.complete()
-                trailer = Trailer.from_losses(to_floats(self._losses), len(names))
+                numbers, width = to_floats(self._losses), 2 + len(names)
+                trailer = Trailer.from_losses(numbers, len(names))
             with self.clock.wait:
                 trailer.flags[STOP] = int(stop)
                 trailer.flags[NEWCOMERS] = int(self.newcomers_wait)
@@ -476,6 +478,9 @@ class Accumulator:
                 if self._parts is not None:
                     totals, summed_norm = self._parts.join(update, totals, summed_norm)
             with self.clock.optimize:
+                digest = None
+                if self.options.reduction == "reproducible":  # the same bits on all ranks
+                    digest = gradient_digest(self.buffers.flat_grads)
                 norm = self._step(update, totals, trailer, summed_norm)
             traffic = [self.group.since(mark), self._reduction.replicate_traffic]
             if self._parts is not None:
@@ -489,6 +494,8 @@ class Accumulator:
                 collectives=sum(sent.collectives for sent in traffic),
                 exchanges=self._used.exchanges,
                 bytes_on_wire=sum(sent.bytes_on_wire for sent in traffic),
+                gradient_digest=digest,
+                losses=tuple(zip(numbers[1::width], numbers[::width], strict=True)),
                 **totals.report(names),
                 **self.clock.seconds(),
             )
@@ -551,6 +558,14 @@ class Accumulator:
         sharded optimizer only this rank's segments).
         """
         return self._reduction.buffers
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradients as they are now; see `ShowsGradients`. After a boundary each rank
+        has only its segments where the optimizer is sharded.
+        """
+        buffers = self.buffers
+        named = zip(buffers.slots, buffers.views, strict=True)
+        return {slot.name: view for slot, view in named}
 
     def parameter_count(self) -> int:
         """Return the trained real numbers, shared ones counted once."""

@@ -110,7 +110,8 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 class TorchEngine(Engine):
-    """An `Engine` that also `Survives` and `CopiesState`; see there for the methods.
+    """An `Engine` that also `Survives`, `CopiesState` and `ShowsGradients`; see there for the
+    methods.
 
     Building one is collective: it builds the job's model, the same on every rank, and all that
     trains it.
@@ -570,6 +571,9 @@ class TorchEngine(Engine):
             "gradients": self.accumulator.gradient_bytes(),
             "optimizer": _bytes(tensors),
         }
+
+    def gradients(self) -> dict[str, Tensor]:
+        return self.accumulator.gradients()
 
     def peak_memory_bytes(self) -> int:
         return peak_memory_bytes(self._group.device)

@@ -1,0 +1,173 @@
+"""The commands `replay` and `bisect`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from orchestrator.config.command_line import check_overrides, key_of
+from orchestrator.errors import EXIT_FAILED, UsageError
+from orchestrator.replay.bisecting import bisect_runs
+from orchestrator.replay.debugging import debug as stop_in_pdb
+from orchestrator.replay.printing import print_bisection, print_replay, print_samples, print_uses
+from orchestrator.replay.recorded import RecordedRun
+from orchestrator.replay.replaying import replay_update
+from orchestrator.replay.scratch import Request, scratch
+from orchestrator.report.terminal import print_json, say
+
+
+def replay(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="Where to compute, one process here by default: cluster.nodes=2, …"),
+    ] = None,
+    update: Annotated[
+        int | None,
+        typer.Option("--update", min=0, help="Counted from 0, as in metrics.jsonl and trackers."),
+    ] = None,
+    around_spike: Annotated[
+        bool,
+        typer.Option("--around-spike", help="The update whose loss jumps most; sample by sample."),
+    ] = False,
+    by_sample: Annotated[
+        bool, typer.Option("--by-sample", help="Also the loss of each sample by itself.")
+    ] = False,
+    samples: Annotated[
+        bool, typer.Option("--samples", help="Only list the update's samples; compute nothing.")
+    ] = False,
+    sample: Annotated[
+        int | None, typer.Option("--sample", help="List the updates that used this sample.")
+    ] = None,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Stop in the job's loss, in pdb, with its batch.")
+    ] = False,
+    leaf: Annotated[
+        int | None,
+        typer.Option("--leaf", min=0, help="Micro-step for --debug; by default the worst one."),
+    ] = None,
+    short: Annotated[
+        bool, typer.Option("--short", help="Do not go on to the next checkpoint.")
+    ] = False,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Rows of each table.")] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="Print data instead of tables.")] = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Tracebacks.")] = False,
+) -> None:
+    """Compute any recorded update of a run again, and say whether it agrees with the record.
+
+    As in: python -m orchestrator replay RUN --update 48211
+
+    Exit code 1 where it does not agree.
+    """
+    del verbose
+    words = overrides or []
+    check_overrides(words, verb="replay")
+    recorded, console = RecordedRun(run), Console()
+    if sample is not None:
+        _refuse(sample=(update, around_spike, samples, debug))
+        uses = list(recorded.uses(sample))
+        if as_json:
+            names = ("update", "epoch", "position")
+            print_json([dict(zip(names, use, strict=True)) for use in uses])
+        else:
+            print_uses(recorded, sample, uses, console)
+        return
+    if (update is None) == (not around_spike):
+        raise UsageError(
+            "replay needs one of --update N, --around-spike and --sample I, as in "
+            f"python -m orchestrator replay {run} --update {recorded.last}"
+        )
+    number = recorded.spike() if update is None else update
+    if samples:
+        recorded.require_update(number)
+        if as_json:
+            print_json([{**vars_of(piece)} for piece in recorded.pieces(number)])
+        else:
+            print_samples(recorded, number, console)
+        return
+    if debug and {key_of(word) for word in words} & {"cluster", "cluster.kind", "cluster.nodes"}:
+        raise UsageError(
+            "--debug stops a process of this machine in pdb, so it takes no cluster; leave "
+            f"{' '.join(words)} out"
+        )
+    notes = Console(stderr=True)
+    with scratch(recorded, words, lambda text: say(notes, text, "dim", prose=True)) as place:
+        found, _, before = replay_update(
+            recorded,
+            place,
+            number,
+            short=short or debug,
+            by_sample=(by_sample or (around_spike and not recorded.is_program)) and not debug,
+        )
+        if as_json:
+            print_json(found.to_json())
+        else:
+            print_replay(found, console, rows)
+        if debug:
+            step = _step_of(found.leaves, leaf)
+            request = Request(update=number, last=number, debug_step=step)
+            stop_in_pdb(place, request, before)
+    if not found.agrees:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def bisect(
+    a: Annotated[Path, typer.Argument(help="A run folder.")],
+    b: Annotated[Path, typer.Argument(help="Another run, which should be equal to it.")],
+    records: Annotated[
+        bool, typer.Option("--records", help="Only compare the records; compute nothing.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print data instead of tables.")] = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Tracebacks.")] = False,
+) -> None:
+    """Find the first update, micro-step and parameter in which two runs differ, and what else does.
+
+    As in: python -m orchestrator bisect RUN_A RUN_B
+
+    Exit code 1 where they differ.
+    """
+    del verbose
+    runs, notes = (RecordedRun(a), RecordedRun(b)), Console(stderr=True)
+    for run in runs:
+        _ = run.updates  # refuses one that has none, or a program without windows
+    found = bisect_runs(
+        *runs, lambda text: say(notes, text, "dim", prose=True), replays=not records
+    )
+    if as_json:
+        print_json(found.to_json())
+    else:
+        print_bisection(found, runs[0].path, runs[1].path, Console())
+    if found.update is not None:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def vars_of(piece: Any) -> dict[str, Any]:
+    """Return the fields of a piece."""
+    return {"micro_step": piece.number, "rank": piece.rank, "samples": list(piece.samples)}
+
+
+def _refuse(sample: tuple[Any, ...]) -> None:
+    if any(value not in (None, False) for value in sample):
+        raise UsageError(
+            "--sample I lists the updates that used a sample, and takes no update; leave the other "
+            "options out"
+        )
+
+
+def _step_of(leaves: list[dict[str, Any]], number: int | None) -> int:
+    """Return the place of a micro-step among those of the one process; of the worst by default."""
+    numbers = sorted(leaf["leaf"] for leaf in leaves)
+    if not numbers:
+        return 0
+    if number is None:
+        return numbers.index(leaves[0]["leaf"])
+    if number not in numbers:
+        nearest = min(numbers, key=lambda other: abs(other - number))
+        raise UsageError(
+            f"--leaf {number}: the update has micro-steps {numbers[0]} to {numbers[-1]}; the "
+            f"nearest is --leaf {nearest}"
+        )
+    return numbers.index(number)
