@@ -111,30 +111,30 @@ def agreement(recorded: RecordedRun, replay: Replay, update: int, *, exact: bool
         update: that was asked for.
     """
     config: Config = recorded.config
-    found = Agreement(exact=exact, precision=config.train.precision)
+    agreed = Agreement(exact=exact, precision=config.train.precision)
     for line in replay.history.updates:
         number = int(line["update"])
         record = recorded.history.update(number)
         if record is None:
             continue
-        found.updates += 1
-        figures = figures_of(record, line, found.precision)
+        agreed.updates += 1
+        figures = figures_of(record, line, agreed.precision)
         differs = not all(figure.is_same for figure in figures)
-        if differs and found.differing is None:
-            found.differing = number
-        if number == (found.differing if exact and found.differing is not None else update):
-            found.figures = figures
+        if differs and agreed.differing is None:
+            agreed.differing = number
+        if number == (agreed.differing if exact and agreed.differing is not None else update):
+            agreed.figures = figures
     checkpoint, own = _last_of_both(recorded, replay)
     if checkpoint is not None and own is not None:
-        found.weights = int(own.name.rpartition("-")[2])
+        agreed.weights = int(own.name.rpartition("-")[2])
         try:
             weights = compare(weights_of(own), weights_of(checkpoint))
         except UsageError:  # parts of a model in shards that are no rows
-            found.weights = None
+            agreed.weights = None
         else:
             same = weights.equal_bits
-            found.weights_difference = 0.0 if same else weights.max_relative_difference or math.inf
-    return found
+            agreed.weights_difference = 0.0 if same else weights.max_relative_difference or math.inf
+    return agreed
 
 
 def _last_of_both(recorded: RecordedRun, replay: Replay) -> tuple[Path | None, Path | None]:

@@ -39,12 +39,12 @@ def quick_records(path: Path) -> Iterator[Record]:
     """
     with open(open_nofollow(path), "rb") as file:  # noqa: PTH123  # a descriptor
         for line in file:
-            if (found := _LINE.fullmatch(line)) is None:
+            if (match := _LINE.fullmatch(line)) is None:
                 yield from _whole(line)
                 continue
-            record: Record = found.groupdict()
-            record["update"], record["attempt"] = int(found["update"]), int(found["attempt"])
-            if found["gradient_digest"] is None:
+            record: Record = match.groupdict()
+            record["update"], record["attempt"] = int(match["update"]), int(match["attempt"])
+            if match["gradient_digest"] is None:
                 del record["gradient_digest"]
             yield record
 
@@ -104,7 +104,9 @@ def compare_records(a: Path, b: Path) -> Bisection:
     if not common:
         raise UsageError(f"{a.parent} and {b.parent} have recorded no update that both have made")
     digests = [update for update in common if _has_digest(left[update], right[update])]
-    found = Bisection(updates=len(common), first=common[0], by_digest=len(digests) == len(common))
+    bisection = Bisection(
+        updates=len(common), first=common[0], by_digest=len(digests) == len(common)
+    )
     for update in common:
         one, other = left[update], right[update]
         unlike = {
@@ -113,9 +115,9 @@ def compare_records(a: Path, b: Path) -> Bisection:
             if name in one and name in other and one[name] != other[name]
         }
         if unlike:
-            found.update, found.fields = update, unlike
+            bisection.update, bisection.fields = update, unlike
             break
-    return found
+    return bisection
 
 
 def _has_digest(a: Record, b: Record) -> bool:
@@ -125,10 +127,10 @@ def _has_digest(a: Record, b: Record) -> bool:
 def differences_of(a: RunDir, b: RunDir) -> list[str]:
     """Return what differs in settings, code, versions, processor and threads of two runs."""
     settings = differing_settings(a, b)
-    found = [f"{key}: {values[0]} against {values[1]}" for key, values in settings.items()]
+    differences = [f"{key}: {values[0]} against {values[1]}" for key, values in settings.items()]
     environments = a.read_environment(), b.read_environment()
-    found += [f"{name}: {values}" for name, values in differing(*environments).items()]
-    return [*found, *code_differences(a, b)]
+    differences += [f"{name}: {values}" for name, values in differing(*environments).items()]
+    return [*differences, *code_differences(a, b)]
 
 
 def bisect_runs(
@@ -143,27 +145,27 @@ def bisect_runs(
     Raises:
         UsageError: they have no update in common.
     """
-    found = compare_records(a.run.metrics, b.run.metrics)
-    found.unlike = differences_of(a.run, b.run)
-    if not found.by_digest:
-        found.notes.append(
+    bisection = compare_records(a.run.metrics, b.run.metrics)
+    bisection.unlike = differences_of(a.run, b.run)
+    if not bisection.by_digest:
+        bisection.notes.append(
             "not all records have a gradient_digest (accumulation.reduction=reproducible writes "
             "it): compared are losses and gradient norms, in which a small difference may show late"
         )
-    if found.update is None or not replays:
-        return found
+    if bisection.update is None or not replays:
+        return bisection
     try:
-        left, right = (_replayed(run, found.update, say) for run in (a, b))
+        left, right = (_replayed(run, bisection.update, say) for run in (a, b))
     except OrchestratorError as error:
-        found.notes.append(f"the update could not be computed again: {error}")
-        return found
+        bisection.notes.append(f"the update could not be computed again: {error}")
+        return bisection
     (own_a, repeats_a), (own_b, repeats_b) = left, right
-    update = found.update
-    found.leaf = first_leaf_difference(
+    update = bisection.update
+    bisection.leaf = first_leaf_difference(
         {update: own_a.get(update, {"leaves": []})}, {update: own_b.get(update, {"leaves": []})}
     )
-    found.repeats = repeats_a, repeats_b
-    return found
+    bisection.repeats = repeats_a, repeats_b
+    return bisection
 
 
 def _replayed(

@@ -18,6 +18,8 @@ from orchestrator.replay.replaying import replay_update
 from orchestrator.replay.scratch import Request, scratch
 from orchestrator.report.terminal import print_json, say
 
+PLACES = ("cluster", "cluster.kind", "cluster.nodes", "cluster.ranks_per_node")
+
 
 def replay(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
@@ -80,22 +82,24 @@ def replay(
             "replay needs one of --update N, --around-spike and --sample I, as in "
             f"python -m orchestrator replay {run} --update {recorded.last}"
         )
+    if leaf is not None and not debug:
+        raise UsageError(f"--leaf {leaf} is the micro-step for --debug, which is missing; add it")
     number = recorded.spike() if update is None else update
     if samples:
         recorded.require_update(number)
         if as_json:
-            print_json([{**vars_of(piece)} for piece in recorded.pieces(number)])
+            print_json([piece.to_json() for piece in recorded.pieces(number)])
         else:
             print_samples(recorded, number, console)
         return
-    if debug and {key_of(word) for word in words} & {"cluster", "cluster.kind", "cluster.nodes"}:
+    if debug and {key_of(word) for word in words} & {*PLACES}:
         raise UsageError(
             "--debug stops a process of this machine in pdb, so it takes no cluster; leave "
             f"{' '.join(words)} out"
         )
     notes = Console(stderr=True)
     with scratch(recorded, words, lambda text: say(notes, text, "dim", prose=True)) as place:
-        found, _, before = replay_update(
+        report, before = replay_update(
             recorded,
             place,
             number,
@@ -103,14 +107,14 @@ def replay(
             by_sample=(by_sample or (around_spike and not recorded.is_program)) and not debug,
         )
         if as_json:
-            print_json(found.to_json())
+            print_json(report.to_json())
         else:
-            print_replay(found, console, rows)
+            print_replay(report, console, rows)
         if debug:
-            step = _step_of(found.leaves, leaf)
+            step = _step_of(report.leaves, leaf)
             request = Request(update=number, last=number, debug_step=step)
             stop_in_pdb(place, request, before)
-    if not found.agrees:
+    if not report.agrees:
         raise typer.Exit(EXIT_FAILED)
 
 
@@ -133,20 +137,15 @@ def bisect(
     runs, notes = (RecordedRun(a), RecordedRun(b)), Console(stderr=True)
     for run in runs:
         _ = run.updates  # refuses one that has none, or a program without windows
-    found = bisect_runs(
+    bisection = bisect_runs(
         *runs, lambda text: say(notes, text, "dim", prose=True), replays=not records
     )
     if as_json:
-        print_json(found.to_json())
+        print_json(bisection.to_json())
     else:
-        print_bisection(found, runs[0].path, runs[1].path, Console())
-    if found.update is not None:
+        print_bisection(bisection, runs[0].path, runs[1].path, Console())
+    if bisection.update is not None:
         raise typer.Exit(EXIT_FAILED)
-
-
-def vars_of(piece: Any) -> dict[str, Any]:
-    """Return the fields of a piece."""
-    return {"micro_step": piece.number, "rank": piece.rank, "samples": list(piece.samples)}
 
 
 def _refuse(sample: tuple[Any, ...]) -> None:

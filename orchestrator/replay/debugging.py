@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from orchestrator.errors import RunFailed, UsageError
-from orchestrator.replay.scratch import Request, Scratch
+from orchestrator.replay.scratch import Request, Scratch, stop_on_signals
 from orchestrator.runs import Run
 
 POLL_S = 0.2
@@ -27,7 +27,8 @@ def debug(scratch: Scratch, request: Request, checkpoint: Path | None) -> None:
     Raises:
         RunFailed: the replay ended before it came there.
     """
-    with tempfile.TemporaryDirectory(prefix="replay-") as place:  # a socket's path is short
+    # A socket's path has to be short.
+    with stop_on_signals(), tempfile.TemporaryDirectory(prefix="replay-") as place:
         path = f"{place}/pdb"
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(path)

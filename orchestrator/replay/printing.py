@@ -22,34 +22,34 @@ MOST_NUMBERS = 16
 """Samples of a micro-step that a table shows."""
 
 
-def print_replay(found: Replayed, console: Console, most: int) -> None:
-    """Print what a replay found. Args: most: rows of each table."""
-    if found.agreement is None:
-        sentence = f"update {found.update} is not recorded: the run failed in it"
+def print_replay(report: Replayed, console: Console, most: int) -> None:
+    """Print what a replay report. Args: most: rows of each table."""
+    if report.agreement is None:
+        sentence = f"update {report.update} is not recorded: the run failed in it"
         say(console, sentence, "yellow", prose=True)
     else:
-        _print_agreement(found, found.agreement, console)
-    for text in found.why:
+        _print_agreement(report, report.agreement, console)
+    for text in report.why:
         say(console, text, "yellow", prose=True)
-    unit = "samples" if found.samples else "micro-steps"
-    leaves = found.samples or found.leaves
+    unit = "samples" if report.samples else "micro-steps"
+    leaves = report.samples or report.leaves
     if leaves:
-        title = f"{unit} of update {found.update}, the largest mean loss first"
+        title = f"{unit} of update {report.update}, the largest mean loss first"
         _print_leaves(leaves, title, console, most)
     else:
         say(console, "the loss is one of all samples (embed), so no micro-step has its own", "dim")
-    if found.norms:
+    if report.norms:
         table = new_table(("parameter", "gradient norm"), right=(1,))
-        for name, norm in list(found.norms.items())[:most]:
+        for name, norm in list(report.norms.items())[:most]:
             table.add_row(literal(name, console), f"{norm:.6g}")
         console.print(table)
-        if len(found.norms) > most:
-            say(console, f"and {plural(len(found.norms) - most, 'parameter')} more", "dim")
+        if len(report.norms) > most:
+            say(console, f"and {plural(len(report.norms) - most, 'parameter')} more", "dim")
 
 
-def _print_agreement(found: Replayed, agreed: Agreement, console: Console) -> None:
+def _print_agreement(report: Replayed, agreed: Agreement, console: Console) -> None:
     style = "green" if agreed.holds else "bold red"
-    number = found.update if agreed.differing is None or not agreed.exact else agreed.differing
+    number = report.update if agreed.differing is None or not agreed.exact else agreed.differing
     many = plural(agreed.updates, "update")
     if agreed.exact and agreed.differing is None:
         say(console, f"{many} recomputed: the same bits as recorded", style)
@@ -120,23 +120,23 @@ def print_uses(
         say(console, f"update {update} (epoch {epoch}), position {position}")
 
 
-def print_bisection(found: Bisection, a: Path, b: Path, console: Console) -> None:
+def print_bisection(bisection: Bisection, a: Path, b: Path, console: Console) -> None:
     """Print where two runs part."""
-    many = plural(found.updates, "update")
-    compared = "gradient digests, losses" if found.by_digest else "losses, gradient norms"
-    for text in found.notes:
+    many = plural(bisection.updates, "update")
+    compared = "gradient digests, losses" if bisection.by_digest else "losses, gradient norms"
+    for text in bisection.notes:
         say(console, f"note: {text}", "yellow", prose=True)
-    if found.update is None:
+    if bisection.update is None:
         say(console, f"{many} of both: {compared} have the same bits", "green")
     else:
-        say(console, f"of {many}, update {found.update} is the first to differ", "bold red")
+        say(console, f"of {many}, update {bisection.update} is the first to differ", "bold red")
         rows = [
             (NAMES.get(name, name), f"{left} against {right}", "")
-            for name, (left, right) in found.fields.items()
+            for name, (left, right) in bisection.fields.items()
         ]
         print_facts(rows, console)
-    if found.leaf is not None:
-        leaf = found.leaf
+    if bisection.leaf is not None:
+        leaf = bisection.leaf
         samples = first_few([*map(str, leaf.samples)], MOST_NUMBERS)
         say(console, f"first in micro-step {leaf.leaf}, samples {samples}", "bold")
         if _number(leaf.loss[0]) != _number(leaf.loss[1]):
@@ -144,15 +144,15 @@ def print_bisection(found: Bisection, a: Path, b: Path, console: Console) -> Non
         if leaf.parameters:
             named = first_few(list(leaf.parameters), MOST_NUMBERS)
             say(console, f"its gradient differs in {named}")
-    elif found.repeats is not None:
+    elif bisection.repeats is not None:
         say(console, "replays of both compute the same micro-steps in it", "bold")
-    for run, repeats in zip((a, b), found.repeats or (), strict=False):
+    for run, repeats in zip((a, b), bisection.repeats or (), strict=False):
         said = "repeats its record" if repeats else "does not repeat its record"
         meaning = "" if repeats else ": that run computed something else than its code does here"
         say(console, f"the replay of {run} {said}{meaning}", "" if repeats else "yellow")
-    if found.unlike:
+    if bisection.unlike:
         say(console, "what else differs:", "bold")
-    for text in found.unlike:
+    for text in bisection.unlike:
         say(console, f"  {text}")
-    if found.update is not None and not found.unlike:
+    if bisection.update is not None and not bisection.unlike:
         say(console, "settings, code, versions, processor and threads are the same")

@@ -43,6 +43,9 @@ class Piece:
     rank: int
     samples: tuple[int, ...]
 
+    def to_json(self) -> dict[str, Any]:
+        return {"micro_step": self.number, "rank": self.rank, "samples": list(self.samples)}
+
 
 class RecordedRun:
     """A run that is only read.

@@ -53,9 +53,9 @@ class Replayed:
 
     def to_json(self) -> dict[str, Any]:
         values = {key: value for key, value in vars(self).items() if key != "agreement"}
-        found = None if self.agreement is None else self.agreement.to_json()
+        agreed = None if self.agreement is None else self.agreement.to_json()
         paths = {"run": str(self.run), "checkpoint": self.checkpoint and str(self.checkpoint)}
-        return {**values, **paths, "agreement": found}
+        return {**values, **paths, "agreement": agreed}
 
 
 def replay_update(
@@ -65,7 +65,7 @@ def replay_update(
     *,
     short: bool = False,
     by_sample: bool = False,
-) -> tuple[Replayed, Replay, Path | None]:
+) -> tuple[Replayed, Path | None]:
     """Compute an update again.
 
     Args:
@@ -73,7 +73,7 @@ def replay_update(
         by_sample: compute the update once more with each sample by itself.
 
     Returns:
-        What was found; the replay; and the checkpoint right before the update, in the replay or
+        What was found, and the checkpoint right before the update, in the replay or
         the run (None: the initial weights).
 
     Raises:
@@ -113,25 +113,20 @@ def replay_update(
     machine = _machine_notes(recorded, replay)
     for text in machine:
         say(f"note: {text}")
-    leaves = by_loss([_without_digests(leaf) for leaf in line["leaves"]])
-    found = Replayed(
+    report = Replayed(
         run=recorded.path, update=update, first=first, last=last, checkpoint=checkpoint,
-        agreement=None, leaves=leaves, norms=by_size(line["norms"]),
+        agreement=None, leaves=by_loss(line["leaves"]), norms=by_size(line["norms"]),
         notes=[*notes, *machine],
     )  # fmt: skip
     if record is not None:
-        found.agreement = agreement(recorded, replay, update, exact=recorded.is_exact)
-    if not found.agrees:
-        found.why = _causes(scratch, replay, found)
+        report.agreement = agreement(recorded, replay, update, exact=recorded.is_exact)
+    if not report.agrees:
+        report.why = _causes(scratch, replay, report)
     if by_sample:
         say(f"computing update {update} again, each sample by itself")
         alone = scratch.compute(Request(update=update, last=update, by_sample=True), before)
-        found.samples = by_loss((alone.lines.get(update) or {"leaves": []})["leaves"])
-    return found, replay, before
-
-
-def _without_digests(leaf: Line) -> Line:
-    return {key: value for key, value in leaf.items() if key != "digests"}
+        report.samples = by_loss((alone.lines.get(update) or {"leaves": []})["leaves"])
+    return report, before
 
 
 def by_loss(leaves: Sequence[Line]) -> list[Line]:
@@ -157,31 +152,31 @@ def _machine_notes(recorded: RecordedRun, replay: Replay) -> list[str]:
     return [f"computed with another {name}: {values}" for name, values in unlike.items()]
 
 
-def _causes(scratch: Scratch, replay: Replay, found: Replayed) -> list[str]:
+def _causes(scratch: Scratch, replay: Replay, report: Replayed) -> list[str]:
     """Return what a disagreement may come from: computes the first differing update twice."""
-    assert found.agreement is not None  # noqa: S101  # as the caller has seen
-    differs = found.agreement.differing
-    if differs is None or not found.agreement.exact:
+    assert report.agreement is not None  # noqa: S101  # as the caller has seen
+    differs = report.agreement.differing
+    if differs is None or not report.agreement.exact:
         return []
     scratch.say(f"update {differs} differs from the record; computing it once more, to compare")
-    again = scratch.compute(Request(update=differs, last=differs), found.checkpoint)
+    again = scratch.compute(Request(update=differs, last=differs), report.checkpoint)
     if (leaf := first_leaf_difference(replay.lines, again.lines)) is not None:
         where = f"in micro-step {leaf.leaf} of update {leaf.update} (loss {leaf.loss[0]!r} and "
         return [_two_replays_differ(f"{where}{leaf.loss[1]!r})")]
     records = replay.history.update(differs), again.history.update(differs)
     if records[0] and records[1]:
-        figures = figures_of(records[0], records[1], found.agreement.precision)
+        figures = figures_of(records[0], records[1], report.agreement.precision)
         if not all(figure.is_same for figure in figures):
             return [_two_replays_differ(f"in the gradient of update {differs}")]
     why = ["computed twice here, it has the same bits both times"]
-    if found.agreement.weights is not None and not found.agreement.weights_difference:
+    if report.agreement.weights is not None and not report.agreement.weights_difference:
         edited = (
-            f"the weights at the checkpoint after {found.agreement.weights} updates agree, so the "
+            f"the weights at the checkpoint after {report.agreement.weights} updates agree, so the "
             f"line of update {differs} in metrics.jsonl is not what the run computed: it was "
             "changed, or a rank recorded something else than it computed"
         )
         return [*why, edited]
-    if found.notes:
+    if report.notes:
         return [
             *why,
             "what differs from the run (the notes) may be the reason: undo it, and repeat",

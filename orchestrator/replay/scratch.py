@@ -217,7 +217,7 @@ class Scratch:
         """
         run = self._copied(checkpoint, request)
         first = 0 if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
-        with _stop_on_signals():
+        with stop_on_signals():
             started: Run | None = None
             try:
                 started = open_run(run.path)
@@ -302,7 +302,7 @@ def _end(run: Run) -> None:
 
 
 @contextlib.contextmanager
-def _stop_on_signals() -> Generator[None]:
+def stop_on_signals() -> Generator[None]:
     """Let SIGTERM and SIGHUP end the replay as Ctrl-C does: a run outlives the command that began
     it.
     """
