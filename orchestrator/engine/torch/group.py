@@ -82,6 +82,18 @@ class ChainedWork:
         self.before = self.after = None
 
 
+class SeveralWorks:
+    """Works of a transport that are waited for as one."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self, *timeout: Any) -> None:
+        """Wait for each; `timeout` is for those of torch's process groups."""
+        for work in self._works:
+            work.wait(*timeout)
+
+
 class BaseGroup(Group):
     """A `Group` over torch tensors of any shape, strides and dtype, complex ones included.
 
@@ -246,13 +258,17 @@ class BaseGroup(Group):
         del tensor
         return self._start_gather(pieces, pieces[self.rank])
 
-    @abstractmethod
-    def _start_uneven_gather(self, tensor: Tensor, pieces: list[Tensor]) -> Work: ...
+    def _start_uneven_gather(self, tensor: Tensor, pieces: list[Tensor]) -> Work:
+        """A transport may do it with fewer calls."""
+        del tensor
+        roots = [(piece, root) for root, piece in enumerate(pieces) if piece.numel()]
+        return SeveralWorks([self._start_broadcast(*each) for each in roots])
+
     @abstractmethod
     def _start_reduce_scatter(self, out: Tensor, tensor: Tensor) -> Work: ...
-    @abstractmethod
     def _start_uneven_reduce_scatter(self, pieces: list[Tensor]) -> Work:
-        """The sum is for this rank's piece."""
+        """The sum is for this rank's piece. A transport may do it with fewer bytes."""
+        return SeveralWorks([self._start_sum(piece) for piece in pieces if piece.numel()])
 
     @abstractmethod
     def _start_exchange(

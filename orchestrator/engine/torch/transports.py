@@ -32,7 +32,13 @@ from torch._C._distributed_c10d import Store
 
 from orchestrator.engine.api import GroupSpec
 from orchestrator.engine.common.waiting import for_others, hccl_exec_timeout
-from orchestrator.engine.torch.group import BaseGroup, ChainedWork, Work, sum_into
+from orchestrator.engine.torch.group import (
+    BaseGroup,
+    ChainedWork,
+    SeveralWorks,
+    Work,
+    sum_into,
+)
 from orchestrator.errors import PEER_LOST, ConfigError, PeerLost, TransportError
 from orchestrator.plugins import TRANSPORTS
 from orchestrator.rundir.program_link import WORLD as RUN_RANKS
@@ -170,17 +176,6 @@ class PairwiseExchange:
             for work in works:
                 work.wait()
         self._started = []
-
-
-class SeveralWorks:
-    """Works of a transport that are waited for as one."""
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
-
-    def wait(self, *timeout: Any) -> None:
-        for work in self._works:
-            work.wait(*timeout)
 
 
 # ------------------------------------------------------------------ TorchGroup
