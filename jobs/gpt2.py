@@ -11,9 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GPT2Config, GPT2LMHeadModel
 
-from orchestrator import Job, Loss
+from orchestrator import Job, JobError, Loss
+
+try:
+    from transformers import GPT2Config, GPT2LMHeadModel
+except ModuleNotFoundError as error:
+    raise JobError(
+        f"job=gpt2: {error}; pip install 'transformers>=5' (the extra 'peers' has it)"
+    ) from error
 
 BYTES = 256
 ALPHABET = (ord("a"), ord("p"))

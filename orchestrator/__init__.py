@@ -24,7 +24,16 @@ if TYPE_CHECKING:
         all_reduce_mean,
         all_reduce_sum,
     )
-    from orchestrator.errors import ConfigError, DataError, JobError, OrchestratorError
+    from orchestrator.errors import (
+        ClusterError,
+        ConfigError,
+        DataError,
+        JobError,
+        OrchestratorError,
+        RunFailed,
+        RunFolderError,
+        UsageError,
+    )
     from orchestrator.health.doctor import check_machine
     from orchestrator.job import Job, Loss
     from orchestrator.plan.order import Shards
@@ -49,6 +58,7 @@ __all__ = [
     "AllGather",
     "AllReduceMean",
     "AllReduceSum",
+    "ClusterError",
     "ConfigError",
     "DataError",
     "Job",
@@ -56,10 +66,13 @@ __all__ = [
     "Loss",
     "OrchestratorError",
     "Run",
+    "RunFailed",
+    "RunFolderError",
     "ShardedDataset",
     "Shards",
     "Sweep",
     "TorchGroup",
+    "UsageError",
     "__version__",
     "all_gather",
     "all_reduce_mean",
@@ -79,8 +92,9 @@ __all__ = [
 _HOMES = {
     "Job": "job", "Loss": "job", "current_run": "client.run",
     "ConfigError": "errors", "DataError": "errors", "JobError": "errors",
-    "OrchestratorError": "errors", "Shards": "plan.order", "ShardedDataset": "data",
-    "run_in_threads": "testing.threads",
+    "OrchestratorError": "errors", "ClusterError": "errors", "RunFailed": "errors",
+    "RunFolderError": "errors", "UsageError": "errors",
+    "Shards": "plan.order", "ShardedDataset": "data", "run_in_threads": "testing.threads",
     "Run": "runs", "Sweep": "runs", "list_runs": "runs", "open_run": "runs", "open_sweep": "runs",
     "start": "runs", "start_sweep": "runs", "plan_run": "runs", "plan_sweep": "runs",
     "compare": "runs", "check_machine": "health.doctor",

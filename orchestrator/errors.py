@@ -55,6 +55,12 @@ class RunFolderError(UsageError):
     """A run folder that is missing, damaged, not writable, or another run's."""
 
 
+class RunFolderRemoved(RunFolderError):
+    """The removal of a run folder while its run was using it."""
+
+    exit_code = EXIT_FAILED
+
+
 class ClusterError(UsageError):
     """A cluster that refuses the request or does not exist."""
 

@@ -671,7 +671,9 @@ def _resume(
 ) -> Launcher:
     """Run `orchestrator resume`, for a caller's caller; warn where nothing is left to do."""
     arguments = [*words, *overrides_of("job", job or {}), *(["--changed"] if changed else [])]
-    begun, launcher = launch(["orchestrator", "resume", str(folder), *arguments], "resume()")
+    begun, launcher = launch(
+        ["orchestrator", "resume", str(folder), *arguments], "resume()", depth=2
+    )
     if begun is None:
         warnings.warn(launcher.text_printed().strip(), stacklevel=3)
     return launcher
@@ -889,7 +891,12 @@ class Sweep:
             UsageError: no run has this figure, or none that is finite.
         """
         sign, name = _direction(figure)
-        row = _best_row(self.table, sign, name, f"no run in {self.folder} ended with a number")
+        try:
+            row = _best_row(self.table, sign, name, f"no run in {self.folder} ended with a number")
+        except UsageError as error:
+            if self.state == "running":
+                raise UsageError(f"{error}; the sweep is running: wait() first") from error
+            raise
         return Run(Path(row["folder"]))
 
     def report(self, output: str | os.PathLike[str] | None = None) -> Path:

@@ -76,10 +76,18 @@ def _beginning(words: Iterable[str], start: str) -> list[str]:
 
 
 def _config_dir(args: Sequence[str]) -> str | None:
-    """Return the user's folder of configurations, if one was typed."""
-    for flag, value in itertools.pairwise(args):
-        if flag in ("-cd", "--config-dir"):
-            return value
+    """Return the user's folder of configurations, if one was typed and exists.
+
+    >>> _config_dir(["launch", "--config-dir=/", "job="])
+    '/'
+    >>> _config_dir(["launch", "--config-dir", "=", "/", "job"])  # as bash splits it
+    '/'
+    """
+    # The shell has not expanded ~ yet, and there is nobody to tell that a folder is missing.
+    words = [word for arg in args for word in arg.split("=") if word]
+    for flag, value in itertools.pairwise(words):
+        if flag in ("-cd", "--config-dir") and (folder := Path(value).expanduser()).is_dir():
+            return str(folder)
     return None
 
 

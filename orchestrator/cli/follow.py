@@ -27,8 +27,8 @@ from orchestrator.config.schema import Config
 from orchestrator.errors import (
     EXIT_INTERRUPTED,
     ClusterError,
-    OrchestratorError,
     RunFolderError,
+    RunFolderRemoved,
     UsageError,
 )
 from orchestrator.notify import Notifier
@@ -310,7 +310,7 @@ def _run_attempts(ready: PreparedRun) -> int:
     if interrupted:
         culprit = Culprit(rank=None, node="launcher", cause=CANCELLED_AT_ONCE)
     if run.is_removed():  # nothing to write into, or to show
-        raise OrchestratorError(run.removed_message)
+        raise RunFolderRemoved(run.removed_message)
     result = run.read_result() or {}
     if state is State.FAILED or not result:  # rank 0 could not write it
         result = result_from_records(run, state, culprit, remark=decision.message)

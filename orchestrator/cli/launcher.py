@@ -59,8 +59,11 @@ class Launcher:
         # Whoever starts it need not wait for it: it must not stay as a zombie then.
         threading.Thread(target=self._process.wait, daemon=True).start()
 
-    def await_begin(self) -> Path | None:
+    def await_begin(self, depth: int) -> Path | None:
         """Return the folder of what has begun; None if there was nothing to begin.
+
+        Args:
+            depth: see `launch`.
 
         Raises:
             OrchestratorError: what the command refused.
@@ -72,7 +75,7 @@ class Launcher:
                 ended = self._process.poll() is not None  # before the pipe is read
                 if (message := self._next()) is not None:
                     self._raise(message)
-                    self._warn()
+                    self._warn(depth)
                     self._printed.close()  # it writes to the run's folder now
                     return Path(message[FOLDER])
                 if ended:
@@ -83,7 +86,7 @@ class Launcher:
             self._process.wait()
             raise
         if self._process.returncode == 0:
-            self._warn()
+            self._warn(depth)
             return None
         raise OrchestratorError(
             f"the command that starts runs {describe_status(self._process.returncode)}:\n"
@@ -125,11 +128,11 @@ class Launcher:
             error = OrchestratorError(message[MESSAGE])
         raise error
 
-    def _warn(self) -> None:
-        """Warn of what the command has warned of."""
+    def _warn(self, depth: int) -> None:
+        """Warn of what the command has warned of, at the line of the user's call."""
         for line in self.text_printed().splitlines():
             if line.startswith("warning: "):
-                warnings.warn(line.removeprefix("warning: "), stacklevel=5)  # start()'s caller
+                warnings.warn(line.removeprefix("warning: "), stacklevel=4 + depth)
 
     def text_printed(self) -> str:
         """Return what the command has printed until it began, or in all if it did not begin."""
@@ -148,8 +151,13 @@ def _own_paths() -> list[str]:
     return [*dict.fromkeys([*map(str, own), *stated])]
 
 
-def launch(arguments: Sequence[str], caller: str) -> tuple[Path | None, Launcher]:
-    """Run a command of ours until it has begun."""
+def launch(arguments: Sequence[str], caller: str, depth: int = 1) -> tuple[Path | None, Launcher]:
+    """Run a command of ours until it has begun.
+
+    Args:
+        caller: what the user has called, for messages.
+        depth: how many functions of ours there are between the user's line and this one.
+    """
     require_cwd()
     if current_run:
         raise ConfigError(
@@ -158,4 +166,4 @@ def launch(arguments: Sequence[str], caller: str) -> tuple[Path | None, Launcher
             'call it in another script, or below if __name__ == "__main__":'
         )
     launcher = Launcher(arguments)
-    return launcher.await_begin(), launcher
+    return launcher.await_begin(depth), launcher

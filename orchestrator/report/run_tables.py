@@ -438,7 +438,7 @@ class _Skipped:
 
 def _survived(result: Mapping[str, Any]) -> list[Row]:
     """Return which ranks were lost while the others continued, each time redoing the current
-    update, and which came back.
+    update, and which rejoined.
     """
     notes, joined = result.get("survived") or [], result.get("joined") or []
     if not notes:
@@ -446,7 +446,7 @@ def _survived(result: Mapping[str, Any]) -> list[Row]:
     gone = [rank for note in notes for rank in note["gone"]]
     came = [rank for note in joined for rank in note["came"]]
     lost = f"{_in_order(gone)} lost"
-    again = f"; {_in_order(came)} came back" if came else ""
+    again = f"; {_in_order(came)} rejoined" if came else ""
     at_the_end = len(result.get("peak_memory_bytes") or ()) or notes[-1]["ranks"]
     left = f"{plural(at_the_end, 'rank')} went on"
     redone = sum(note.get("redone", 1) + note.get("lost_updates", 0) for note in notes)
@@ -459,7 +459,7 @@ def _survived(result: Mapping[str, Any]) -> list[Row]:
 
 
 def _in_order(ranks: Sequence[int]) -> str:
-    """Name ranks as they were lost, or came back."""
+    """Name ranks as they were lost, or rejoined."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 

@@ -408,7 +408,7 @@ class GroupMembership(Callback):
         change: dict[str, Any] = {"generation": newer.number}
         if came:
             change["joined"] = {**facts, "came": came}
-            self._say(f"{named_ranks(came)} came back; {count} ranks go on with update {update}")
+            self._say(f"{named_ranks(came)} rejoined; {count} ranks go on with update {update}")
         if gone:
             back = {} if lost is None else {"lost_updates": lost}
             ended = {"redone": 0} if over or evaluating else {}

@@ -55,6 +55,11 @@ def test_keys_their_choices_and_groups(folder):
     assert {"digits", "line"} <= {*in_bash(folder, "orchestrator", "plan", "job", "=")}
     own = ("--config-dir", "mine", "job", "=")
     assert "own" in in_bash(folder, "orchestrator", "launch", *own)
+    own = ("--config-dir", "=", "mine", "job", "=")
+    assert "own" in in_bash(folder, "orchestrator", "launch", *own)
+    assert in_zsh(folder, "orchestrator plan --config-dir=mine job=ow") == ["job=own"]
+    missing = "orchestrator plan --config-dir nowhere +cluster=slurm_d"
+    assert in_zsh(folder, missing) == ["+cluster=slurm_dev"]
     assert in_zsh(folder, "orchestrator launch +cluster=slurm_d") == ["+cluster=slurm_dev"]
     assert in_zsh(folder, "orchestrator launch job=digits train.checkpoint_in") == [
         "train.checkpoint_in_background=true", "train.checkpoint_in_background=false",

@@ -128,7 +128,7 @@ def test_every_killed_rank_comes_back_rank_0_too_and_the_bits_are_the_same(run, 
     ]
     assert changes == [("survived", 1), ("joined", 2)] * 2
     assert [note["came"] for note in notes(run, "joined")] == [[1], [0]]
-    message = "ranks 1, 0 lost; 2 updates redone; ranks 1, 0 came back; 2 ranks went on"
+    message = "ranks 1, 0 lost; 2 updates redone; ranks 1, 0 rejoined; 2 ranks went on"
     for said in (message, "metrics.jsonl could not be written: File too large", "room again"):
         assert said in " ".join(output.split())
     status = json.loads(helpers.verb("status", run, "--json").stdout)[0]

@@ -7,6 +7,7 @@ import asyncio
 import importlib
 import json
 import math
+import shutil
 import signal
 import subprocess
 import sys
@@ -198,8 +199,9 @@ def test_a_run_that_its_user_cancels_at_once_is_cancelled_and_resumed(tmp_path):
         _ = run.result
     assert run.status.culprit is None
     hold.release()
-    with pytest.warns(UserWarning, match="no checkpoint yet"):
+    with pytest.warns(UserWarning, match="no checkpoint yet") as caught:
         run.resume()
+    assert caught[0].filename == __file__
     assert run.wait(120) == "finished"
 
 
@@ -325,6 +327,16 @@ def test_folders_that_are_gone_or_other_things():
         orchestrator.list_runs("elsewhere")
 
 
+def test_a_folder_deleted_in_mid_run(tmp_path):
+    hold = Hold(tmp_path / "hold").hold_before(5)
+    run = orchestrator.start(LIGHT, *SHORT, hold.override)
+    hold.wait_until_held(5, (0, 1))
+    shutil.rmtree(run.folder)
+    for _ in range(2):
+        with pytest.raises(RunFolderError, match="removed or renamed while the run was using it"):
+            run.wait(60)
+
+
 def test_started_from_a_thread_and_under_an_event_loop():
     runs = []
 
@@ -412,6 +424,8 @@ def test_a_sweep_is_stopped_and_goes_on(tmp_path):
     hold.wait_until_held(5, (0, 1))
     with pytest.raises(TimeoutError):
         sweep.wait(0.1)
+    with pytest.raises(UsageError, match=r"'accuracy'.*the sweep is running: wait\(\) first"):
+        sweep.best("accuracy")
     request_stop(sweep.runs[0].folder, sweep.cancel)
     hold.release()
     assert sweep.wait(60) == "stopped"

@@ -1,10 +1,13 @@
 """GPT-2 of `transformers` has the same weights on one rank and on two, with samples of lengths."""
 
 import json
+import sys
 
 import pytest
 
 from jobs.gpt2 import END, GPT2, PADDING
+from orchestrator import JobError
+from orchestrator.trainer.setup import build_job
 from tests.helpers import call, compare, records, result
 
 COMMON = (
@@ -49,3 +52,10 @@ def test_texts_are_sorted_letters_padded_at_the_end():
     assert inputs[:, 0].tolist() == [END, END]
     assert inputs[1, 1:].tolist() == long[:-1].tolist()
     assert targets[0].tolist() == [*short.tolist(), *[PADDING] * (len(long) - len(short))]
+
+
+def test_without_transformers_the_message_names_what_to_install(monkeypatch):
+    monkeypatch.delitem(sys.modules, "orchestrator.jobs.gpt2", raising=False)
+    monkeypatch.setitem(sys.modules, "transformers", None)  # its import fails
+    with pytest.raises(JobError, match=r"job=gpt2: .*pip install 'transformers>=5'"):
+        build_job({"_target_": "orchestrator.jobs.gpt2.GPT2"})
