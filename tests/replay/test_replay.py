@@ -23,7 +23,7 @@ from tests.helpers import (
     until,
     verb,
 )
-from tests.hold import begin_held
+from tests.hold import begin_held, request_stop
 
 COMMON = (
     "train.evaluate_every=4", "train.checkpoint_every=3", "train.keep_checkpoints=20",
@@ -53,7 +53,7 @@ def changed(tmp_path_factory):
     hold.hold_before(7)
     os.kill(rank_pid(run, 2), signal.SIGKILL)
     hold.wait_until_held(7, range(2))
-    process.send_signal(signal.SIGINT)
+    request_stop(run, lambda: process.send_signal(signal.SIGINT))
     hold.release()
     await_exit(process, 3)
     verb("resume", run, "cluster.nodes=1", code=0)
