@@ -16,6 +16,8 @@ from orchestrator.config.changes import flat
 from orchestrator.config.schema import Config, plain
 from orchestrator.errors import ConfigError, OrchestratorError, did_you_mean, nearest
 
+_SIGN_IN_YAML = re.compile("cannot start any token|undefined alias|constructor for the tag")
+
 
 @contextlib.contextmanager
 def config_errors() -> Generator[None]:
@@ -31,6 +33,8 @@ def config_errors() -> Generator[None]:
     except Exception as error:
         if isinstance(error, MarkedYAMLError) and (mark := error.problem_mark) is not None:
             sentence = f"{mark.name}, line {mark.line + 1}: {error.problem}"
+            if _SIGN_IN_YAML.search(str(error.problem)):
+                sentence += "; a text that begins with such a sign is put in quotes"
         else:
             found = _cycle(error) or _value_of_group(error) or _in_file(error)
             found = found or _known(str(error))

@@ -152,7 +152,12 @@ def render(arguments: Mapping[str, Any], style: str) -> Iterator[str]:
                 f"job.arguments.{name} is no name of an argument: leave its dashes out, as in "
                 f"job.arguments.{name.lstrip('-') or 'lr'}=VALUE"
             )
-        if value is None or value == {} or (value is False and not bare):
+        if value == {}:
+            raise ConfigError(
+                f"job.arguments.{name} is an empty table, which has no form as an argument: leave "
+                f"it out, or give job.arguments.{name}=VALUE (null: no argument)"
+            )
+        if value is None or (value is False and not bare):
             continue
         if value is True and not bare:
             yield f"--{name}"

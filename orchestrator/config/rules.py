@@ -29,7 +29,7 @@ from orchestrator.errors import ConfigError, JobError
 from orchestrator.plugins import CALLBACKS, FRAMEWORKS
 from orchestrator.rundir.metrics import HELD_OUT
 
-SEARCH_ONLY = ("trials", "seed", "direction", "prune")
+SEARCH_ONLY = ("objective", "trials", "seed", "direction", "prune")
 SMALL_IS_GOOD = ("auto", "loss", "held_out.loss", "seconds")
 
 

@@ -199,6 +199,12 @@ class TypedFile:
     ) -> str | int | None:
         """Return the value to set in the place of what YAML reads; None: it stays."""
         text: str = node.value
+        if text == "" and self._text[node.start_mark.index :].startswith("&"):
+            word = self._text[node.start_mark.index :].split()[0]
+            raise ConfigError(
+                f"{self._at(node)}: {key}: {word} names a value for YAML, but there is none; write "
+                f"'{word}' in quotes for the text"
+            )
         value = found._value()  # noqa: SLF001  # an interpolation stays one
         if value == "???":  # as it is, it overrides no default, and would be dropped
             name = self._name.replace("'", "\\'")

@@ -60,6 +60,12 @@ def test_numbers_of_a_programs_arguments_are_words_as_typed(tmp_path, typed, wor
     assert program_of(job).argv == words
 
 
+def test_an_empty_table_among_a_programs_arguments_is_refused(tmp_path):
+    line = ["job=program", "job.command=[train.py]", "job.arguments.x={}"]
+    with pytest.raises(ConfigError, match=r"job\.arguments\.x is an empty table.*x=VALUE"):
+        compose(line)
+
+
 def test_a_site_file_is_what_it_says(tmp_path):
     (tmp_path / "cluster").mkdir()
     (tmp_path / "cluster" / "site.yaml").write_text(
@@ -96,6 +102,10 @@ def test_a_time_limit_takes_slurms_forms(tmp_path, typed, minutes):
         ("cluster: {nodes: 010}", "line 2: cluster.nodes: 010 is 8 to YAML, .* in base 8"),
         ("job: {ratio: 16:9}", "line 2: job.ratio: 16:9 is 969 to YAML, .* in base 60"),
         ("cluster: {environment: {NO: x}}", "the key NO is a boolean to YAML"),
+        ("run: {name: @x}", "line 2: found character '@'.*sign is put in quotes"),
+        ("run: {name: *x}", "line 2: found undefined alias.*sign is put in quotes"),
+        ("run: {name: !x a}", "line 2: .* the tag '!x'; .*sign is put in quotes"),
+        ("run:\n  name: &x", "line 3: run.name: &x names a value for YAML.*'&x' in quotes"),
     ],
 )
 def test_what_yaml_reads_in_another_way_is_refused_with_its_line(tmp_path, text, said):

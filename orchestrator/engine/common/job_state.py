@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+import sys
 import types
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -160,9 +161,8 @@ class JobState:
         if not changed:
             return
         self._warned.update(changed)
-        name = type(self._job).__name__
         warn(
-            f"{first_few([f'{name}.{one}' for one in changed], 3)} changed during training, but "
+            f"{first_few(changed, 3)} changed during training, but "
             "checkpoints do not hold it: after a restart it begins anew, and a value that loss() "
             "changes depends on the number of micro-steps and ranks. Take what you count from "
             "current_run (update, epoch, rank), keep tensors in the model's buffers, or define "
@@ -172,18 +172,26 @@ class JobState:
 
     def _values(self) -> dict[str, tuple[Any, Any]]:
         """Return each value with what tells whether it has changed, by name."""
-        found: dict[str, tuple[Any, Any]] = {}
+        job = type(self._job).__name__
+        found = dict(self._of_module())
         for name, value in (*self._of_class(), *getattr(self._job, "__dict__", {}).items()):
             if name.startswith("_orchestrator_"):
                 continue
             seen = self._fingerprint(value)
             if seen is not _UNKNOWN:
-                found[name] = value, seen
+                found[f"{job}.{name}"] = value, seen
             elif self._is_own_object(value):
                 for inner, one in vars(value).items():
                     if (seen := self._fingerprint(one)) is not _UNKNOWN:
-                        found[f"{name}.{inner}"] = one, seen
+                        found[f"{job}.{name}.{inner}"] = one, seen
         return found
+
+    def _of_module(self) -> Generator[tuple[str, tuple[Any, Any]]]:
+        """Yield the plain numbers of the module that defines the job, which `global` may count."""
+        module = type(self._job).__module__
+        for name, value in list(getattr(sys.modules.get(module), "__dict__", {}).items()):
+            if type(value) in (int, float) and not name.startswith("__"):
+                yield f"{module}.{name}", (value, repr(value))
 
     def _of_class(self) -> Generator[tuple[str, Any]]:
         """Yield attributes of the job's own classes, which a counter may be kept on as well."""

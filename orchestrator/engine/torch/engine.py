@@ -80,6 +80,7 @@ from orchestrator.engine.torch.transports import peer_lost_during
 from orchestrator.errors import ConfigError, JobError, StateLost
 from orchestrator.job import Job, dataset_of, is_coupled
 from orchestrator.plan.held_out import HeldOutShare
+from orchestrator.plan.plan_warnings import named_ranks
 from orchestrator.rundir.warnings import warn
 from orchestrator.units import first_few
 
@@ -185,8 +186,12 @@ class TorchEngine(Engine):
         self._restores_forward = settings.survive or bool(self._buffers)
         self._modules = list(self.model.named_modules())
         self._frozen = frozen_modules(self._modules)  # whose buffers all ranks have in common
+        self._changed_modes: set[str] = set()  # by the latest `after_update`
+        after_update = getattr(job, "after_update", None)
+        own = getattr(after_update, "__func__", after_update)
+        self._has_after_update = own not in (None, Job.after_update)
         self._is_first = True  # this process has not ended a window yet
-        self._numbers_warned = False
+        self._numbers_warned = self._gradients_warned = False
         self._numbers: ModuleNumbers | None = None
         self._updates_watched = 0
         # Names of numbers that the forward has changed in each window so far; None before one.
@@ -261,13 +266,41 @@ class TorchEngine(Engine):
         """Have all ranks take rank 0's buffers of modules that a job has put into evaluation mode.
 
         Statistics of a batch norm, which are each rank's own, are constants of the model from then
-        on; a restart begins with rank 0's. Collective where there are such modules.
+        on; a restart begins with rank 0's. Collective where the job has its own `after_update`, and
+        the model buffers: ranks agree on the modules first, since a job may treat them differently.
+
+        Raises:
+            JobError: on all ranks alike; `after_update` has changed modes on some ranks alone.
         """
         before, self._frozen = self._frozen, frozen_modules(self._modules)
-        if self._group.size == 1 or self.shard_ranks or not (self._frozen - before):
+        changed, self._changed_modes = self._changed_modes, set[str]()
+        if self._group.size == 1 or self.shard_ranks or not self._has_after_update:
             return
+        owners = list(dict.fromkeys(name.rpartition(".")[0] for name in self._buffers))
+        if not owners:
+            return
+        facts = [
+            float(name in known) for known in (self._frozen, changed, before) for name in owners
+        ]
+        rows = gather_numbers(self._group, facts)
+        count = len(owners)
+        new: set[str] = set()
+        for number, name in enumerate(owners):
+            frozen, by_job, earlier = (
+                [row[number + count * part] for row in rows] for part in range(3)
+            )
+            if all(frozen):
+                if not all(earlier):
+                    new.add(name)
+            elif any(frozen) and 0 < sum(by_job) < len(rows):
+                odd = [rank for rank, is_frozen in enumerate(frozen) if is_frozen]
+                raise JobError(
+                    f"{type(self._job).__name__}.after_update() differs between ranks: it leaves "
+                    f"{name or 'the model'} in evaluation mode on {named_ranks(odd)} alone. Call "
+                    "eval() or train() there on all ranks, by the update's number"
+                )
         held = dict(self.model.named_buffers())
-        names = [n for n in self._buffers if n.rpartition(".")[0] in self._frozen - before]
+        names = [name for name in self._buffers if name.rpartition(".")[0] in new]
         names = [name for name in names if not is_opaque(held[name])]
         if names:
             take_buffers(self._group, self.model, {name: held[name] for name in names})
@@ -354,22 +387,51 @@ class TorchEngine(Engine):
 
     def _update_job(self, after_update: Callable[[Module, int], None], update: int) -> None:
         """Call the job after an update, and warn once of numbers that it changes in modules."""
-        is_own = getattr(type(self._job), "after_update", None) is not Job.after_update
-        watches = is_own and not self._numbers_warned
+        watches = self._has_after_update and not self._numbers_warned
         if watches:
             self._updates_watched += 1
             # New ones are looked for ever more rarely, since that walks through all modules.
             if self._updates_watched.bit_count() == 1 or self._numbers is None:
                 self._numbers = ModuleNumbers(self.model)
             self._numbers.note()
+        modes = frozen_modules(self._modules) if self._has_after_update else set[str]()
+        gradients = self._gradient_versions()
         with torch.no_grad():
             after_update(self.model, update)
+        if self._has_after_update:
+            self._changed_modes = modes ^ frozen_modules(self._modules)
+        self._warn_of_late_gradients(gradients)
         if watches and self._numbers is not None and (changed := self._numbers.changed()):
             self._numbers_warned = True
             warn(
                 f"after_update() changed {first_few(changed, 3)} of the model, but checkpoints do "
                 "not hold such numbers: after a restart they begin anew. Set them in loss(), from "
                 "current_run.update, or use a buffer"
+            )
+
+    def _gradient_versions(self) -> dict[str, tuple[Tensor, int]]:
+        """Return the gradients that a job could change in `after_update`, with their versions."""
+        if self._gradients_warned or not self._has_after_update:
+            return {}
+        return {
+            name: (parameter.grad, version_of(parameter.grad))
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None
+        }
+
+    def _warn_of_late_gradients(self, before: Mapping[str, tuple[Tensor, int]]) -> None:
+        """Warn once of gradients that `after_update` has changed, unless to zero."""
+        changed = [
+            name
+            for name, (gradient, version) in before.items()
+            if version_of(gradient) != version and bool(gradient.any())
+        ]
+        if changed:
+            self._gradients_warned = True
+            warn(
+                f"after_update() changed the gradient of {first_few(changed, 3)}, without effect: "
+                "it comes after the optimizer's step. train.clip_norm clips the gradient of the "
+                "whole batch before it"
             )
 
     def _warn_of_counters(self) -> None:

@@ -223,6 +223,9 @@ def modes_of(model: Module) -> ModelModes:
     return ModelModes({"requires_grad": parameters, "training": modules})
 
 
+_OF_ANY_MODULE = frozenset(vars(Module()))
+
+
 class ModuleNumbers:
     """The numbers that modules have as attributes, such as a dropout's `p`."""
 
@@ -231,7 +234,10 @@ class ModuleNumbers:
             (vars(layer), name, path)
             for path, layer in model.named_modules()
             for name, value in vars(layer).items()
-            if isinstance(value, int | float) and name != "training" and not name.startswith("_")
+            if isinstance(value, int | float)
+            and name not in _OF_ANY_MODULE
+            # What torch's own layers call private is no business of a job's.
+            and not (name.startswith("_") and type(layer).__module__.startswith("torch."))
         ]
         self._before = self._values()
 

@@ -14,7 +14,7 @@ import logging
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from orchestrator.engine.torch.model import (
     seed_everything,
 )
 from orchestrator.errors import JobError, shortened
-from orchestrator.job import dataset_of, is_coupled
+from orchestrator.job import Job, dataset_of, is_coupled
 from orchestrator.rundir.warnings import warn
 
 log = logging.getLogger(__name__)
@@ -140,6 +140,8 @@ def check_samples(
     for way in _ways(model, precision):
         try:
             if probe.is_sum(way):
+                if way.training:
+                    _warn_of_evaluation(job, probe, way)
                 return True
             computed = True
         except JobError:
@@ -151,6 +153,23 @@ def check_samples(
         failure = failure if not computed else f"of {len(samples)} samples is not finite"
         warn(f"{name}.loss() {failure}, so it was not checked whether it is a sum")
     return False
+
+
+def _warn_of_evaluation(job: Any, probe: _Probe, way: _Way) -> None:
+    """Warn of a loss that is a sum in training mode alone, where held-out data is evaluated."""
+    own = getattr(type(job), "validation", None)
+    if own in (None, Job.validation):
+        return
+    try:
+        probe.is_sum(replace(way, training=False))
+    except JobError:
+        warn(
+            f"{type(job).__name__}.loss() is a sum over samples in training mode, but not in "
+            "evaluation mode, so held-out figures depend on how held-out data is split: "
+            f"{probe.seen}"
+        )
+    except Exception as error:  # noqa: BLE001  # of the job's own code, on so few samples
+        log.info("no loss in evaluation mode (%s: %s)", type(error).__name__, error)
 
 
 def _ways(model: Module, precision: str) -> Iterator[_Way]:
@@ -173,6 +192,7 @@ class _Probe:
 
     Attributes:
         not_finite: a loss of the latest comparison was NaN or infinite.
+        seen: why the latest comparison was refused.
     """
 
     def __init__(
@@ -185,7 +205,7 @@ class _Probe:
     ) -> None:
         self._job, self._collate, self._samples = job, collate, samples
         self._device, self._seed = device, seed
-        self.not_finite = False
+        self.not_finite, self.seen = False, ""
         self._narrowest = _NarrowestDtype()
 
     def is_sum(self, way: _Way) -> bool:
@@ -266,6 +286,7 @@ class _Probe:
         return True
 
     def _refusal(self, seen: str) -> JobError:
+        self.seen = seen
         return JobError(
             f"{type(self._job).__name__}.loss() is not a sum over samples, so updates would depend "
             f"on how a batch is split: {seen}. Give sums, without a mean, maximum or normalisation "

@@ -251,27 +251,83 @@ def test_numbers_that_a_job_changes_in_its_model_are_warned_of_by_name():
 class Warming(nn.Linear):
     """Counts its forwards in training, as people anneal a layer; `limit`: up to that number."""
 
-    def __init__(self, limit):
+    def __init__(self, limit, name):
         super().__init__(4, 1)
-        self.calls, self.limit = 0, limit
+        setattr(self, name, 0)
+        self.limit, self.name = limit, name
 
     def forward(self, x):
-        self.calls = min(self.calls + 1, self.limit)
+        setattr(self, self.name, min(getattr(self, self.name) + 1, self.limit))
         return super().forward(x)
 
 
+@pytest.mark.parametrize("name", ["calls", "_calls"])
 @pytest.mark.parametrize("limit", [1, 100])
 def test_numbers_that_the_forward_counts_are_warned_of_and_those_that_settle_are_not(
-    limit, recwarn
+    limit, name, recwarn
 ):
     class Job(Counting):
         def model(self):
-            self.net = Warming(limit)
+            self.net = Warming(limit, name)
             return self.net
 
     _train(Job(""))
     texts = [str(warning.message) for warning in recwarn]
-    assert any("the forward changes calls of the model" in text for text in texts) == (limit > 1)
+    assert any(f"the forward changes {name} of the model" in text for text in texts) == (limit > 1)
+
+
+calls = 0
+
+
+def test_a_global_number_that_a_job_counts_is_warned_of_by_name():
+    class Job(Counting):
+        def loss(self, model, batch):
+            globals()["calls"] += 1
+            return super().loss(model, batch)
+
+    with pytest.warns(UserWarning, match=r"^tests\.\S+\.calls changed during training"):
+        _train(Job(""))
+
+
+def clip(model):
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def zero(model):
+    model.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize(("act", "warns"), [(clip, True), (zero, False)])
+def test_a_gradient_that_is_changed_after_the_step_is_warned_of(act, warns, recwarn):
+    class Job(Counting):
+        def after_update(self, model, update):
+            act(model)
+
+    _train(Job(""))
+    texts = [str(warning.message) for warning in recwarn]
+    assert sum("after_update() changed the gradient of" in text for text in texts) == warns
+
+
+@pytest.mark.parametrize("frozen_on", [(0,), (1,), (0, 1)])
+def test_a_layer_that_a_job_freezes_on_some_ranks_alone_is_refused_on_all(frozen_on):
+    split = assign([14, 15], cap=6)
+
+    def trained(group):
+        job = LateFrozen()
+        job.after_update = lambda model, update: model[1].train(
+            not (update == 1 and group.rank in frozen_on)
+        )
+        engine = engine_of(job, group)
+        run(engine, [window_of(split, group.rank, update) for update in range(3)])
+
+    if len(frozen_on) == 2:
+        run_in_threads(2, trained)
+        return
+    message = (
+        rf"after_update\(\) differs between ranks.* 1 in evaluation mode on rank {frozen_on[0]}"
+    )
+    with pytest.raises(JobError, match=message):
+        run_in_threads(2, trained)
 
 
 def test_a_job_that_only_trains_is_not_warned_of():

@@ -410,6 +410,23 @@ def test_a_job_that_keeps_float32_of_its_own_is_compared_in_float32(caplog):
         first_micro_step(Everyday(lambda b: ((b.s @ scale).amax(0).sum(), b.n)), 4)
 
 
+@pytest.mark.parametrize(("mean_in", "warns"), [("eval", True), ("none", False)])
+def test_a_mean_in_evaluation_mode_alone_is_warned_of_where_data_is_held_out(
+    mean_in, warns, recwarn
+):
+    class HeldOut(Everyday):
+        def validation(self):
+            return self.dataset()
+
+    def loss_of(b):
+        is_mean = mean_in == "eval" and not b.model.training
+        return _ce(b, reduction="mean" if is_mean else "sum"), b.n
+
+    assert first_micro_step(HeldOut(loss_of), 4)._is_sum
+    texts = [str(warning.message) for warning in recwarn]
+    assert any("in training mode, but not in evaluation mode" in text for text in texts) == warns
+
+
 def test_the_probe_compares_different_samples():
     seen = []
 

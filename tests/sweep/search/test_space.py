@@ -139,7 +139,9 @@ def test_what_cannot_be_searched_is_refused(line, why):
     assert len(str(refused.value).splitlines()) <= 2
 
 
-@pytest.mark.parametrize("stated", ["trials=3", "seed=2", "direction=maximize", "prune=median"])
+@pytest.mark.parametrize(
+    "stated", ["objective=seconds", "trials=3", "seed=2", "direction=maximize", "prune=median"]
+)
 def test_what_a_search_has_is_refused_without_one(stated):
     with pytest.raises(ConfigError, match=r"has no effect without a search"):
         compose([TINY, f"sweep.{stated}"])
