@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from benchmarks.measure import keep, machine, rows_of
+from benchmarks.sharded import timed_together
 from orchestrator import Accumulator, Loss, TorchGroup
 from orchestrator.engine.torch.group import BaseGroup
 from orchestrator.testing.processes import run_ranks
@@ -102,22 +101,7 @@ def _measure(
             of_whole.backward(loss, last=step == len(batches))
         of_whole.boundary()
 
-    def seconds(update: Callable[[], None]) -> float:
-        dist.barrier()
-        began = time.perf_counter()
-        update()
-        dist.barrier()
-        return time.perf_counter() - began
-
-    updates = {PIPED: piped, WHOLE: unpiped}
-    for update in updates.values():
-        seconds(update)
-    times = {name: list[float]() for name in updates}
-    for repetition in range(repetitions):  # all ranks in the same order
-        for name in list(updates)[:: 1 if repetition % 2 else -1]:
-            times[name].append(seconds(updates[name]))
-    dist.destroy_process_group()
-    return times
+    return timed_together({PIPED: piped, WHOLE: unpiped}, repetitions)
 
 
 def main(*, quick: bool = False) -> None:

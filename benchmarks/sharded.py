@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,22 +87,31 @@ def _measure(
         optimizers[1].step()
         optimizers[1].zero_grad()
 
-    def seconds(update: Any) -> float:
+    return timed_together({OURS: ours, BY_HAND: by_hand}, repetitions)
+
+
+def timed_together(
+    updates: Mapping[str, Callable[[], None]], repetitions: int
+) -> dict[str, list[float]]:
+    """Return the seconds of updates that all ranks of torch's group take together, in turn; and
+    destroy the group.
+    """
+
+    def seconds(update: Callable[[], None]) -> float:
         dist.barrier()
         began = time.perf_counter()
         update()
         dist.barrier()
         return time.perf_counter() - began
 
-    updates = {OURS: ours, BY_HAND: by_hand}
     for update in updates.values():
         seconds(update)
-    found = {name: list[float]() for name in updates}
-    for number in range(repetitions):  # all ranks in the same order
-        for name in list(updates)[:: 1 if number % 2 else -1]:
-            found[name].append(seconds(updates[name]))
+    times = {name: list[float]() for name in updates}
+    for repetition in range(repetitions):  # all ranks in the same order
+        for name in list(updates)[:: 1 if repetition % 2 else -1]:
+            times[name].append(seconds(updates[name]))
     dist.destroy_process_group()
-    return found
+    return times
 
 
 class _Layer(nn.Module):

@@ -145,8 +145,7 @@ MIXED = {
 }
 
 
-def replayed(loss):
-    """Return how samples mix in a loss and what is untested, by its replay."""
+def replay_of(loss):
     layer = torch.nn.Linear(3, 3)
     recorder = Recorder()
     recorder.start()
@@ -157,8 +156,14 @@ def replayed(loss):
     state = {
         id(p) for module in (layer, ATTENTION, BY_ROWS, RECURRENT) for p in module.parameters()
     }
+    return Replay(recorder, reductions, state, len(X))
+
+
+def replayed(loss):
+    """Return how samples mix in a loss and what is untested, by its replay."""
+    replay = replay_of(loss)
     random = torch.get_rng_state()
-    results = compare_samples(Replay(recorder, reductions, state, len(X)))
+    results = compare_samples(replay)
     assert torch.equal(random, torch.get_rng_state())
     return results
 
@@ -174,22 +179,16 @@ def test_losses_over_other_samples_are_named_with_their_line(name):
     assert "test_loops.py:" in (mixed or untested or "")
 
 
-def own_sum_of(loss):
-    layer = torch.nn.Linear(3, 3)
-    recorder = Recorder()
-    recorder.start()
-    root = loss(layer(X))
-    recorder.stop()
-    reductions = find_reductions(recorder, read_loss([root]).nodes)
-    return own_sum(Replay(recorder, reductions, {id(p) for p in layer.parameters()}, len(X)))
-
-
 def test_a_sum_over_the_samples_that_elements_are_divided_by_is_known_from_other_mixtures():
-    assert own_sum_of(MIXED["normalised weights"]) == pytest.approx(float(LENGTHS.sum()))
-    softmax = own_sum_of(lambda z: (each(z).mean(1) * (WEIGHTS.exp() / WEIGHTS.exp().sum())).sum())
-    assert softmax == pytest.approx(float(WEIGHTS.exp().sum()))
+    assert own_sum(replay_of(MIXED["normalised weights"])) == pytest.approx(float(LENGTHS.sum()))
+    softmax = WEIGHTS.exp() / WEIGHTS.exp().sum()
+    assert own_sum(replay_of(lambda z: (each(z).mean(1) * softmax).sum())) is None, "no samples"
+    found = own_sum(
+        replay_of(lambda z: (each(z).mean(1) * (WEIGHTS.exp() / WEIGHTS.exp().sum())).sum())
+    )
+    assert found == pytest.approx(float(WEIGHTS.exp().sum()))
     for name in ("by the largest", "advantages", "detached statistics", "the sample before"):
-        assert own_sum_of(MIXED[name]) is None, name
+        assert own_sum(replay_of(MIXED[name])) is None, name
 
 
 def test_a_mode_of_the_script_keeps_its_place():
