@@ -83,7 +83,7 @@ def printed(folder):
             found.setdefault(installed(shlex.split(one.text)), one.page)
         elif words[0] in VERBS and "RUN" in words:
             found.setdefault(("orchestrator", *words), one.page)
-    for verb in app.registered_commands:
+    for verb in (info for info in app.registered_commands if info.epilog):  # add-ons have none
         found.setdefault(installed(shlex.split(verb.epilog)[2:]), "the help")
     return found
 
