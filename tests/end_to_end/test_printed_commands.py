@@ -122,7 +122,7 @@ def reader(tmp_path_factory):
         (folder / path).write_text(text)
     line = ("job._target_=speaks.Speaks", "tracker=none", "train.epochs=null",
             "accumulation.global_batch=32", "accumulation.steps=2")  # fmt: skip
-    held = (*line, "job.pause_s=1", slowly.override)
+    held = (*line, "job.pause_s=3", slowly.override)
     call(*line, "train.updates=4", "run.dir=A", cwd=folder, code=0)
     trunk = ("job=digits", "tracker=none", "train.updates=40", "train.evaluate_every=0")
     call(*trunk, "cluster.nodes=1", "cluster.ranks_per_node=1", "run.dir=runs/trunk", cwd=folder,
@@ -130,9 +130,9 @@ def reader(tmp_path_factory):
     for name in ("B", "RUN_A", "RUN_B", "runs/one", "runs/first"):
         shutil.copytree(folder / "A", folder / name)
     going = [
-        begin(*held, "run.dir=RUN", "train.updates=600", cwd=folder),
+        begin(*held, "run.dir=RUN", "train.updates=150", cwd=folder),
         begin("-m", *held, "run.dir=SWEEP", "cluster.nodes=1", "cluster.ranks_per_node=1",
-              "train.updates=1,600", "schedule.base_lr=0.1,0.01", "sweep.parallel=4", cwd=folder),
+              "train.updates=1,150", "schedule.base_lr=0.1,0.01", "sweep.parallel=4", cwd=folder),
     ]  # fmt: skip
     with contextlib.ExitStack() as going_on:
         going_on.callback(let_go, slowly, going)
