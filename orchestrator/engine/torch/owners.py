@@ -27,7 +27,7 @@ SHARD_BY = ("auto", "parameters")
 
 @dataclass(frozen=True, slots=True)
 class OwnedBucket:
-    """Whole parameters that travel together.
+    """A bucket of whole parameters, which travel together.
 
     Attributes:
         members: numbers of parameters, of one device and dtype, those of rank 0 first.

@@ -412,15 +412,15 @@ class OptimizerShard:
         if not self._owner_of:
             return {}
         own: dict[int, dict[str, Tensor]] = {}
-        told: dict[int, Any] = {}
+        descriptions: dict[int, Any] = {}
         for number, pieces in enumerate(self._pieces):
             for piece in (piece for piece in pieces if piece.is_whole):
                 own[number] = {}
                 packed = pack(dict(self._state_of(piece)), own[number], "")
                 shapes = {path: (_dtype_name(t), list(t.shape)) for path, t in own[number].items()}
-                told[number] = packed, shapes
+                descriptions[number] = packed, shapes
         owned: dict[int, dict[str, Any]] = {}
-        for source, text in enumerate(gather_texts(group, json.dumps(told))):
+        for source, text in enumerate(gather_texts(group, json.dumps(descriptions))):
             for number, (packed, shapes) in ((int(n), v) for n, v in json.loads(text).items()):
                 assert source == sources[self._owner_of[number]]  # noqa: S101  # by construction
                 tensors: dict[str, Tensor] = {}
@@ -459,14 +459,14 @@ class OptimizerShard:
                     state = _flat_state(self._slots[number], state)
                 for piece in self._pieces[number]:
                     if state and piece.is_whole:
-                        mine = {
+                        own_state = {
                             key: _at_least_as_wide(copy.deepcopy(value), piece.weight)
                             for key, value in state.items()
                         }
-                        master = mine.pop(MASTER, None)
+                        master = own_state.pop(MASTER, None)
                         if master is not None and piece.rounded is not None:
                             piece.weight.copy_(master)
-                        states[index] = mine
+                        states[index] = own_state
                     elif state:
                         end = piece.start + piece.weight.numel()
                         mine = {
