@@ -15,6 +15,7 @@ from orchestrator.config.messages import key_of_flag
 from orchestrator.config.schema import FREE_SECTIONS, FREE_TABLES
 from orchestrator.config.typed_text import quote_text
 from orchestrator.errors import ConfigError, did_you_mean, expand_user, nearest, shortened
+from orchestrator.plugins import COMMANDS
 
 CLASS_NAME = re.compile(r"(?:[A-Za-z_]\w*\.)+[A-Z]\w*")
 NAME = re.compile(r"[A-Za-z_][\w-]*")
@@ -158,7 +159,7 @@ def check_overrides(
             raise ConfigError(f"{verb} has no option '{flag}'{advice}")
         if "=" in override or override.startswith("~"):
             continue
-        if override in VERBS:
+        if override in VERBS or override in COMMANDS.ours:
             way = f"a verb follows python -m orchestrator: python -m orchestrator {override}"
         elif override.endswith((".yaml", ".yml")):
             file = shlex.quote(str(Path(override).parent)), shlex.quote(Path(override).stem)

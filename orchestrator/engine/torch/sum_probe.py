@@ -49,6 +49,9 @@ _COMPARED = 4
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}  # relative; 5e-2 in halves
 _OF_GRADIENTS = 100.0  # times the tolerance of the total
 
+_REPEATS = 8
+"""Of a loss that seems to be no sum: one that draws random numbers may repeat once by chance."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Way:
@@ -70,6 +73,10 @@ class _Computed:
 
     def is_finite(self) -> bool:
         return math.isfinite(self.total) and math.isfinite(self.weight)
+
+
+class _NoSumError(Exception):
+    """The loss of samples together is another than the sum of the losses of parts of them."""
 
 
 class _NarrowestDtype(TorchDispatchMode):
@@ -215,21 +222,55 @@ class _Probe:
             JobError: it is no sum.
             Exception: whatever the job's code raises.
         """
-        samples, half = self._samples, len(self._samples) // 2
-        narrowest = self._narrowest = _NarrowestDtype()
         with self._mode_of(way):
-            whole = self._loss(way, samples)
-            again = self._loss(way, samples, seed=self._seed + 1, with_gradient=False)
-            turned = self._loss(way, samples[::-1], with_gradient=False)
-            left, right = self._loss(way, samples[:half]), self._loss(way, samples[half:])
-            # The magnitude of a sum, say, adds up for parts that have one sign.
-            alone = [self._loss(way, [sample], with_gradient=False) for sample in samples]
-            # Samples of one class, say, may all be in one half; or come once in the whole.
-            twice = self._loss(way, samples[:half] * 2, with_gradient=False)
+            try:
+                return self._compare(way)
+            except _NoSumError as difference:
+                if self._is_random(way):
+                    return False
+                self.seen = str(difference)
+        raise JobError(
+            f"{type(self._job).__name__}.loss() is not a sum over samples, so updates would depend "
+            f"on how a batch is split: {self.seen}. Give sums, without a mean, maximum or "
+            "normalisation over the micro-batch. If samples need each other, define embed() and "
+            "loss_of_embeddings(). To accept it, set batch_dependent = True in the class"
+        )
+
+    def _is_random(self, way: _Way) -> bool:
+        """Return whether the loss of the same samples is another at each call."""
+        losses = [
+            self._loss(way, self._samples, seed=self._seed + number, with_gradient=False)
+            for number in range(_REPEATS)
+        ]
+        tolerance = self._tolerance(way)
+        return any(_differ(losses[0].total, [loss.total], tolerance) for loss in losses)
+
+    def _tolerance(self, way: _Way) -> float:
+        """Return the relative tolerance in the numbers of the latest losses."""
+        return _TOLERANCE.get(self._dtype(way), 5e-2)
+
+    def _dtype(self, way: _Way) -> torch.dtype:
+        return self._narrowest.dtype if way.copied else _dtype_of(way.model)
+
+    def _compare(self, way: _Way) -> bool:
+        """Return whether the loss is a sum, see `is_sum`.
+
+        Raises:
+            _NoSumError: it is none, as far as one computation of each part shows.
+        """
+        samples, half = self._samples, len(self._samples) // 2
+        self._narrowest = _NarrowestDtype()
+        whole = self._loss(way, samples)
+        again = self._loss(way, samples, seed=self._seed + 1, with_gradient=False)
+        turned = self._loss(way, samples[::-1], with_gradient=False)
+        left, right = self._loss(way, samples[:half]), self._loss(way, samples[half:])
+        # The magnitude of a sum, say, adds up for parts that have one sign.
+        alone = [self._loss(way, [sample], with_gradient=False) for sample in samples]
+        # Samples of one class, say, may all be in one half; or come once in the whole.
+        twice = self._loss(way, samples[:half] * 2, with_gradient=False)
         computed = (whole, again, turned, left, right, *alone, twice)
         self.not_finite = not all(one.is_finite() for one in computed)
-        dtype = narrowest.dtype if way.copied else _dtype_of(way.model)
-        tolerance = _TOLERANCE.get(dtype, 5e-2)
+        tolerance = self._tolerance(way)
         if not whole.is_finite() or _differ(whole.total, [again.total], tolerance):
             return False
         # The order of samples changes rounding alone, which shows how large that is here; where it
@@ -242,7 +283,7 @@ class _Probe:
             (f"{count} samples", "each of them alone", whole, alone),
             (f"{half} samples taken twice", "them taken once", twice, [left, left]),
         ]
-        numbers = str(dtype).removeprefix("torch.")
+        numbers = str(self._dtype(way)).removeprefix("torch.")
         for together, apart, all_of_it, parts in comparisons:
             if not all(loss.is_finite() for loss in (all_of_it, *parts)):
                 continue
@@ -250,7 +291,7 @@ class _Probe:
             if _differ(all_of_it.total, totals, tolerance, rounding) or _differ(
                 all_of_it.weight, weights, max(tolerance, 1e-6)
             ):
-                raise self._refusal(
+                raise _NoSumError(
                     f"total and weight of {together} are {all_of_it.total:.6g} and "
                     f"{all_of_it.weight:g}, but of {apart} "
                     f"{' + '.join(f'{total:.6g}' for total in totals)} and "
@@ -261,14 +302,14 @@ class _Probe:
         if self.not_finite:
             return False
         if ordered:
-            raise self._refusal(
+            raise _NoSumError(
                 f"the total of {count} samples is {whole.total:.6g}, but in the opposite order "
                 f"{turned.total:.6g} (computed in {numbers})"
             )
         if tolerance <= _TOLERANCE[torch.float32]:
             off = _gradient_difference(whole, left, right)
             if off > _OF_GRADIENTS * tolerance:
-                raise self._refusal(
+                raise _NoSumError(
                     f"the gradient of {count} samples is not the sum of those of {half} and "
                     f"{count - half} of them: it is off by {off:.1g} of its size (computed in "
                     f"{numbers})"
@@ -284,15 +325,6 @@ class _Probe:
             mode,
         )
         return True
-
-    def _refusal(self, seen: str) -> JobError:
-        self.seen = seen
-        return JobError(
-            f"{type(self._job).__name__}.loss() is not a sum over samples, so updates would depend "
-            f"on how a batch is split: {seen}. Give sums, without a mean, maximum or normalisation "
-            "over the micro-batch. If samples need each other, define embed() and "
-            "loss_of_embeddings(). To accept it, set batch_dependent = True in the class"
-        )
 
     @contextmanager
     def _mode_of(self, way: _Way) -> Generator[None]:

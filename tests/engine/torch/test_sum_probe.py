@@ -427,6 +427,17 @@ def test_a_mean_in_evaluation_mode_alone_is_warned_of_where_data_is_held_out(
     assert any("in training mode, but not in evaluation mode" in text for text in texts) == warns
 
 
+def test_a_random_loss_that_repeats_once_by_chance_is_not_refused():
+    calls = []
+
+    def loss_of(b):
+        calls.append(len(calls))
+        factor = 1.0 + 1e-3 * max(0, len(calls) - 3)  # at first it is the same
+        return _ce(b, reduction="sum") * factor, b.n
+
+    assert not first_micro_step(Everyday(loss_of), 4)._is_sum
+
+
 def test_the_probe_compares_different_samples():
     seen = []
 
