@@ -13,13 +13,13 @@ from orchestrator.errors import ConfigError, RunFolderError, UsageError, expand_
 from orchestrator.plan.order import INITIAL_STATE, Branch, Shards
 from orchestrator.plan.plan import Plan
 from orchestrator.rundir.checkpoints import (
-    PREFIX,
     STATE,
     file_sha256,
     kept_checkpoint,
     load,
     newest,
     split_reference,
+    updates_after,
 )
 from orchestrator.rundir.folder import BRANCH, RunDir
 
@@ -51,7 +51,7 @@ def _branch(folder: str, which: int | Literal["best"] | None) -> Branch:
             raise RunFolderError("that run has no checkpoint yet")
         updates = found.updates
     else:
-        updates = int(kept_checkpoint(run, which).name.removeprefix(PREFIX))
+        updates = updates_after(kept_checkpoint(run, which))
     kept_plan = run.read_plan()
     plan, shards = plan_of_run(config, kept_plan), kept_plan.get("shards")
     if not isinstance(plan, Plan) or plan.length.dataset_samples is None:

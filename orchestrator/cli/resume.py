@@ -35,13 +35,13 @@ from orchestrator.plan.parts import JobFacts, branch_in
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.program import ProgramPlan, plan_of_program
 from orchestrator.rundir.checkpoints import (
-    PREFIX,
     file_sha256,
     kept_checkpoint,
     list_checkpoints,
     newest,
     refuse_beyond,
     split_reference,
+    updates_after,
     weights_of,
 )
 from orchestrator.rundir.files import is_own, read_text, write_atomically, write_json
@@ -344,7 +344,7 @@ def resumption(
     """
     before = asdict(config)
     saved = list_checkpoints(run.checkpoints)
-    done = int(saved[-1].name.removeprefix(PREFIX)) if saved else 0
+    done = updates_after(saved[-1]) if saved else 0
     known = run.read_plan()
     old = plan = plan_of_run(config, known)
     refuse_beyond(run, done, plan.updates)

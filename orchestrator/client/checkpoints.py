@@ -96,6 +96,7 @@ class Checkpoints(Callback):
 
     Args:
         run: the run's identity; None outside any run.
+        keep, keep_every: see `commit_checkpoint`.
         background: write in threads, from copies. A checkpoint that is due waits for the one
             before it: where a disk is slower than the training, the training has the disk's pace,
             as it has without a thread, and no checkpoint is left out.
@@ -118,6 +119,7 @@ class Checkpoints(Callback):
         *,
         run: str | None,
         keep: int,
+        keep_every: int | None = None,
         background: bool = False,
         on_written: Callable[[int], None] | None = None,
         best: Path | None = None,
@@ -128,7 +130,8 @@ class Checkpoints(Callback):
                 "train.checkpoint_in_background=true is not available with this engine, which "
                 f"gives no copy of its state ({type(state).__name__}); leave it out"
             )
-        self._folder, self._state, self._run, self._keep = folder, state, run, keep
+        self._folder, self._state, self._run = folder, state, run
+        self._keep, self._keep_every = keep, keep_every
         self._on_written = on_written
         self._best, self._best_updates = best, 0
         self._thread: threading.Thread | None = None
@@ -257,7 +260,9 @@ class Checkpoints(Callback):
             try:
                 state = {**part.about, "files": files, "extra": part.extra}
                 with declared("it completes the checkpoint after update %d", updates):
-                    checkpoint.commit_checkpoint(part.folder, state, keep=self._keep)
+                    checkpoint.commit_checkpoint(
+                        part.folder, state, keep=self._keep, keep_every=self._keep_every
+                    )
             except OSError as error:
                 failed = error
         checkpoint.remove_partial(self._folder)  # of this one, or of one that was dropped
@@ -336,7 +341,7 @@ class Checkpoints(Callback):
                 state.take()
             checkpoint.save(
                 self._folder, state, updates=updates, samples=samples, keep=self._keep,
-                run=self._run, speeds=speeds,
+                keep_every=self._keep_every, run=self._run, speeds=speeds,
             )  # fmt: skip
         except Exception as error:  # noqa: BLE001  # raised, or warned of, by the main thread
             failed = error

@@ -24,7 +24,7 @@ _SECTIONS = re.compile(r"\b(?:accumulation|train)\.(?=[a-z_]+\b)")
 _LEAST = {
     "global_batch": 1, "steps": 1, "micro_batch": 1, "micro_tokens": 1, "pad_to": 1,
     "updates": 1, "total_samples": 1, "seed": 0, "first": 0, "checkpoint_every": 0,
-    "keep_checkpoints": 1,
+    "keep_checkpoints": 1, "keep_every": 1,
 }  # fmt: skip
 _KINDS: Mapping[str, tuple[Any, str]] = {
     "state": (Mapping, "state={'rate': scheduler}"),
@@ -59,6 +59,7 @@ class WindowOptions:
         checkpoint_every: updates between checkpoints; 0: only at the end of the loop; None: at
             the ends of epochs as well.
         keep_checkpoints: number of the newest that stay.
+        keep_every: of the older ones the first at or after each multiple of so many updates stays.
         state: further objects to save, by name: any with `state_dict()` and
             `load_state_dict()`, such as a learning-rate scheduler.
         callbacks: of the loop (`orchestrator.callbacks.Callback`), called after ours.
@@ -83,6 +84,7 @@ class WindowOptions:
     checkpoints: str | Path | None = None
     checkpoint_every: int | None = None
     keep_checkpoints: int = 2
+    keep_every: int | None = None
     state: Mapping[str, Any] = field(default_factory=dict[str, Any])
     callbacks: Sequence[Callback] = ()
 

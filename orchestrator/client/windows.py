@@ -612,6 +612,7 @@ def windows_of(
             state,
             run=RunDir(run.folder).identity if run and own is None else None,
             keep=options.keep_checkpoints,
+            keep_every=options.keep_every,
             on_written=note,
         )
     return Windows(run, plan, accumulators, options, checkpoints, recorded_speeds)

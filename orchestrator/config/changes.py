@@ -52,6 +52,7 @@ KINDS: dict[str, Kind] = {
     "train.evaluate_every": Kind.FREE,
     "train.checkpoint_every": Kind.FREE,
     "train.keep_checkpoints": Kind.FREE,
+    "train.keep_every": Kind.FREE,
     "train.keep_best": Kind.FREE,
     "train.patience": Kind.FREE,  # whether the next update is made, not what it is
     "train.checkpoint_in_background": Kind.FREE,

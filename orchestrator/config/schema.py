@@ -228,6 +228,7 @@ class TrainConfig:
     evaluate_every: int | None = number(None, least=0)
     checkpoint_every: int | None = number(None, least=0)
     keep_checkpoints: int = number(2, least=1, most=10**6)
+    keep_every: int | None = number(None, least=1)
     keep_best: str | None = None
     patience: int | None = number(None, least=1)
     checkpoint_in_background: bool = False

@@ -14,10 +14,11 @@ from typing import Any
 from orchestrator.cli.inputs import code_differences
 from orchestrator.errors import OrchestratorError, UsageError
 from orchestrator.replay.agreement import LeafDifference, agreement, first_leaf_difference
-from orchestrator.replay.recorded import RecordedRun, updates_of
+from orchestrator.replay.recorded import RecordedRun
 from orchestrator.replay.scratch import Replay, Request, scratch
 from orchestrator.report.compare import differing
 from orchestrator.report.compare_runs import differing_settings
+from orchestrator.rundir.checkpoints import updates_after
 from orchestrator.rundir.files import open_nofollow
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import History, Kind, Record
@@ -177,7 +178,7 @@ def _replayed(
     checkpoint, notes = recorded.checkpoint_before(update)
     for text in notes:
         say(f"note: {text}")
-    first = 0 if checkpoint is None else updates_of(checkpoint)
+    first = 0 if checkpoint is None else updates_after(checkpoint)
     say(f"{recorded.path}: computing updates {first} to {update} again")
     with scratch(recorded, (), say) as place:
         request = Request(update=update, last=update, gradients=True)

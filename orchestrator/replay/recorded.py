@@ -21,7 +21,7 @@ from orchestrator.plan.order import DataOrder, Shards
 from orchestrator.plan.parts import JobFacts, branch_in
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.window import planner_of
-from orchestrator.rundir.checkpoints import Checkpoint, list_checkpoints, load
+from orchestrator.rundir.checkpoints import Checkpoint, list_checkpoints, load, updates_after
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import History, Record, read_metrics
 
@@ -180,7 +180,7 @@ class RecordedRun:
         passed_over: list[str] = []
         folders = [*list_checkpoints(self.run.checkpoints), *list_checkpoints(self.run.best)]
         for folder in sorted(folders, key=lambda folder: folder.name, reverse=True):
-            if updates_of(folder) > update:
+            if updates_after(folder) > update:
                 continue
             try:
                 load(folder, self.run.identity)
@@ -194,7 +194,7 @@ class RecordedRun:
         """Return the first valid checkpoint that holds `update`; None without one."""
         folders = [*list_checkpoints(self.run.checkpoints), *list_checkpoints(self.run.best)]
         for folder in sorted(folders, key=lambda folder: folder.name):
-            if updates_of(folder) > update:
+            if updates_after(folder) > update:
                 try:
                     load(folder, self.run.identity)
                 except RunFolderError:
@@ -303,14 +303,9 @@ class RecordedRun:
                 yield update, self.order.epoch_of(update), position
 
 
-def updates_of(folder: Path) -> int:
-    """Return after how many updates a checkpoint was saved, by its folder's name."""
-    return int(folder.name.rpartition("-")[2])
-
-
 def checkpoint_in(run: RunDir, updates: int) -> Checkpoint:
     """Return a run's checkpoint after so many updates. Raises `RunFolderError`."""
     for folder in list_checkpoints(run.checkpoints):
-        if updates_of(folder) == updates:
+        if updates_after(folder) == updates:
             return load(folder, run.identity)
     raise RunFolderError(f"{run.path} has no checkpoint after {updates} updates")

@@ -14,10 +14,10 @@ from orchestrator.replay.agreement import (
     figures_of,
     first_leaf_difference,
 )
-from orchestrator.replay.recorded import RecordedRun, updates_of
+from orchestrator.replay.recorded import RecordedRun
 from orchestrator.replay.scratch import Line, Replay, Request, Scratch
 from orchestrator.report.compare import differing
-from orchestrator.rundir.checkpoints import PREFIX
+from orchestrator.rundir.checkpoints import folder_of, updates_after
 
 
 @dataclass(kw_only=True)
@@ -87,10 +87,10 @@ def replay_update(
             "micro-batches; it needs a job class. Without it, micro-steps are listed"
         )
     checkpoint, notes = recorded.checkpoint_before(update)
-    first, last = 0 if checkpoint is None else updates_of(checkpoint), update
+    first, last = 0 if checkpoint is None else updates_after(checkpoint), update
     after = None if short or record is None else recorded.checkpoint_after(update)
     if after is not None:
-        last = updates_of(after) - 1
+        last = updates_after(after) - 1
     if checkpoint is None and (recorded.updates[0]["update"] > 0):
         notes.append("the record does not begin at update 0; what came before is not compared")
     notes += [
@@ -106,7 +106,7 @@ def replay_update(
     say(f"computing {which} again, from {begin}")
     request = Request(update=update, last=last, keep_before=update > first)
     replay = scratch.compute(request, checkpoint)
-    before = replay.run.checkpoints / f"{PREFIX}{update:09d}"
+    before = folder_of(replay.run.checkpoints, update)
     if not before.exists():  # it begins there, or the program saves when it likes
         before = checkpoint
     line = replay.lines.get(update) or {"leaves": [], "norms": {}}

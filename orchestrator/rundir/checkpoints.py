@@ -137,10 +137,11 @@ def save(
     updates: int,
     samples: int,
     keep: int,
+    keep_every: int | None = None,
     run: str | None = None,
     speeds: Sequence[Sequence[float]] = (),
 ) -> Path:
-    """Write a checkpoint and remove all but the newest `keep`.
+    """Write a checkpoint and remove those that are not to be kept, see `commit_checkpoint`.
 
     Raises `OSError` (a full disk, say); then only the earlier checkpoints are left.
 
@@ -155,7 +156,8 @@ def save(
             files = synced_digests(sorted(partial.iterdir()))
         state = {"updates": updates, "samples": samples, "run": run}
         state |= {"speeds": speeds} if speeds else {}
-        commit_checkpoint(partial, {**state, "files": files, "extra": extra}, keep=keep)
+        state |= {"files": files, "extra": extra}
+        commit_checkpoint(partial, state, keep=keep, keep_every=keep_every)
     return folder_of(checkpoints, updates)
 
 
@@ -183,11 +185,16 @@ def begin(checkpoints: Path, updates: int, run: str | None) -> Path | None:
     return partial
 
 
-def commit_checkpoint(partial: Path, state: Mapping[str, Any], *, keep: int) -> None:
-    """Make a checkpoint of what was written into a folder, and remove all but the newest `keep`.
+def commit_checkpoint(
+    partial: Path, state: Mapping[str, Any], *, keep: int, keep_every: int | None = None
+) -> None:
+    """Make a checkpoint of what was written into a folder, and remove those that are not to be
+    kept.
 
     Args:
         state: content of its state.json; the files that it names are synced to disk.
+        keep: number of the newest that stay.
+        keep_every: of the older ones the first after each multiple of so many updates stays.
     """
     checkpoints = partial.parent
     final = folder_of(checkpoints, state["updates"])
@@ -196,11 +203,26 @@ def commit_checkpoint(partial: Path, state: Mapping[str, Any], *, keep: int) -> 
         _sync(partial)
         partial.rename(final)
         _sync(checkpoints)
-    found = list_checkpoints(checkpoints)
-    newer = found.index(final) + 1
+    folders = list_checkpoints(checkpoints)
+    newer = folders.index(final) + 1
+    older = folders[: max(0, newer - keep)]
     # Later ones were passed over as damaged, and must not count as the newest.
-    for old in (*found[: max(0, newer - keep)], *found[newer:]):
-        shutil.rmtree(old, ignore_errors=True)
+    for folder in (*_unkept(older, keep_every), *folders[newer:]):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _unkept(older: Iterable[Path], keep_every: int | None) -> list[Path]:
+    """Return the checkpoints, oldest first, but for the first after each multiple of updates."""
+    if keep_every is None:
+        return list(older)
+    unkept: list[Path] = []
+    reached = 0
+    for folder in older:
+        multiple = updates_after(folder) // keep_every
+        if multiple == reached:
+            unkept.append(folder)
+        reached = multiple
+    return unkept
 
 
 def keep_best(checkpoints: Path, best: Path, updates: int) -> None:
@@ -301,11 +323,11 @@ def kept_checkpoint(run: RunDir, which: int | Literal["best"]) -> Path:
     for folder in (*saved, *best):
         if folder.name == folder_of(run.checkpoints, which).name:
             return folder
-    there = [f"{run.path}@{int(folder.name.removeprefix(PREFIX))}" for folder in saved]
+    there = [f"{run.path}@{updates_after(folder)}" for folder in saved]
     there += [f"{run.path}@{BEST}" for _ in best]
     raise RunFolderError(
         f"there is no checkpoint after update {which}; there are {', '.join(there)} "
-        "(train.keep_checkpoints)"
+        "(train.keep_checkpoints, train.keep_every)"
         if there
         else "that run has no checkpoint yet"
     )
@@ -313,8 +335,13 @@ def kept_checkpoint(run: RunDir, which: int | Literal["best"]) -> Path:
 
 def list_checkpoints(checkpoints: Path) -> list[Path]:
     """Return the folders of checkpoints, oldest first. One that lacks a file is damaged."""
-    found = [name for name in names_in(checkpoints) if NAME.fullmatch(name)]
-    return [checkpoints / name for name in sorted(found, key=lambda name: int(name[len(PREFIX) :]))]
+    folders = [checkpoints / name for name in names_in(checkpoints) if NAME.fullmatch(name)]
+    return sorted(folders, key=updates_after)
+
+
+def updates_after(folder: Path) -> int:
+    """Return after how many updates a checkpoint was taken."""
+    return int(folder.name.removeprefix(PREFIX))
 
 
 def load(folder: Path, run: str | None = None, *, contents: bool = True) -> Checkpoint:

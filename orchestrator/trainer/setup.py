@@ -370,7 +370,8 @@ def _set_up(worker: WorkerProcess) -> Training:
     assert planned.updates is not None  # noqa: S101  # the data set is known here
     checkpoints = Checkpoints(
         run.checkpoints, engine, run=run.identity, keep=config.train.keep_checkpoints,
-        background=config.train.checkpoint_in_background, best=run.best,
+        keep_every=config.train.keep_every, background=config.train.checkpoint_in_background,
+        best=run.best,
     )  # fmt: skip
     training = Training(
         run=run, attempt=attempt, config=config, job=job, engine=engine, checkpoints=checkpoints,

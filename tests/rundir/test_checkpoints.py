@@ -115,6 +115,15 @@ def test_only_the_newest_are_kept_without_damaged_later_ones(tmp_path):
     assert (found.updates, found.samples, found.extra) == (5, 50, {"scale": 2.0})
 
 
+def test_the_first_after_each_multiple_is_kept_for_good(tmp_path):
+    for updates in range(3, 40, 3):
+        checkpoint.save(
+            tmp_path, Engine(), updates=updates, samples=10 * updates, keep=2, keep_every=10
+        )
+    kept = [checkpoint.updates_after(folder) for folder in checkpoint.list_checkpoints(tmp_path)]
+    assert kept == [12, 21, 30, 36, 39]
+
+
 def test_a_checkpoint_under_the_name_of_another_is_damage(tmp_path):
     moved = save(tmp_path, 2).rename(tmp_path / "update-000000003")
     with pytest.raises(RunFolderError, match="is of the checkpoint after 2 updates"):
