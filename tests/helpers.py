@@ -75,7 +75,7 @@ def begin_anew(*arguments, module="orchestrator.launch", cwd=None, **env):
     return process
 
 
-def await_exit(process, code, timeout=150):
+def await_exit(process, code, timeout=300):
     """Wait for the end of a process of `begin`, check its exit code and return its output."""
     output, _ = process.communicate(timeout=timeout)
     assert process.returncode == code, output

@@ -131,6 +131,17 @@ def test_random_numbers_that_the_engine_does_not_know_are_found(tmp_path):
     assert "draws random numbers from another generator" in why
 
 
+def test_another_kind_of_processor_is_named_before_a_machine_is_blamed(tmp_path):
+    run = tmp_path / "run"
+    older = {"PYTHONPATH": "", "ATEN_CPU_CAPABILITY": "default"}  # a new interpreter reads it
+    call(TINY, *EXACT, "cluster.nodes=1", "train.updates=2", f"run.dir={run}", code=0, **older)
+    report = replay(run, "--update", 1, code=1)
+    [note] = [text for text in report["notes"] if "cpu_capability" in text]
+    assert note.startswith("computed with another cpu_capability: ")
+    assert note.endswith(" against DEFAULT")
+    assert report["why"][-1].startswith("what differs from the run (the notes) may be the reason")
+
+
 def test_a_fast_run_agrees_up_to_rounding_and_on_its_own_ranks_to_the_bit(tmp_path):
     run = tmp_path / "run"
     shape = ("cluster.nodes=1", "cluster.ranks_per_node=2", "accumulation.micro_batch=6")

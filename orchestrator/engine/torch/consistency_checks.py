@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import groupby, zip_longest
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,25 +44,58 @@ from orchestrator.plan.plan_warnings import named_ranks
 # ------------------------------------------------------------------ Equal machines
 
 
+_KERNEL_VARIABLES = (
+    # ATen's, MKL's and oneDNN's kernels are chosen by them (besides by the processor),
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "ONEDNN_MAX_CPU_ISA",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    # those of CUDA's libraries,
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUBLASLT_WORKSPACE_SIZE",
+    "NVIDIA_TF32_OVERRIDE",
+    # and NCCL's order of sums.
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "NCCL_NVLS_ENABLE",
+)
+_VECTOR_INSTRUCTIONS = (
+    *("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "avx_vnni"),
+    *("amx_tile", "amx_bf16", "amx_int8", "amx_fp16"),
+    *("asimd", "fphp", "sve", "sve2", "bf16", "i8mm"),
+)
+
+
+@functools.cache
+def processor() -> str:
+    """Return the processor's maker and vector instructions, by which libraries choose kernels.
+
+    >>> processor()  # doctest: +SKIP
+    'GenuineIntel avx2 fma avx512f'
+    """
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # no Linux
+        return platform.machine()
+    fields = {name.strip(): text.strip() for name, _, text in (s.partition(":") for s in lines)}
+    maker = fields.get("vendor_id") or fields.get("CPU implementer") or platform.machine()
+    flags = {*(fields.get("flags") or fields.get("Features") or "").split()}
+    return " ".join([maker, *(name for name in _VECTOR_INSTRUCTIONS if name in flags)])
+
+
 def versions() -> dict[str, str]:
     """Return the versions of libraries and devices. Equal facts, equal bits."""
     found: dict[str, str] = {
         "torch": torch.__version__,
         "threads": str(torch.get_num_threads()),
+        "cpu": processor(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "matmul": _float32_precision(),
     }
     for name in ("cuda", "hip"):
         if version := getattr(torch.version, name):
             found[name] = version
-    for name in (  # CUDA's libraries choose kernels by them, and NCCL the order of sums
-        "CUBLAS_WORKSPACE_CONFIG",
-        "CUBLASLT_WORKSPACE_SIZE",
-        "NVIDIA_TF32_OVERRIDE",
-        "NCCL_ALGO",
-        "NCCL_PROTO",
-        "NCCL_NVLS_ENABLE",
-    ):
+    for name in _KERNEL_VARIABLES:
         if name in os.environ:
             found[name] = os.environ[name]
     if torch.cuda.is_available():
