@@ -51,11 +51,11 @@ test-quick: setup  ## the tests of the inner loop: no SLURM, no MindSpore, no wh
 	@echo "== pytest, three files at a time"
 	@$(BIN)/python -m pytest $(addprefix --ignore=tests/,slurm engine/mindspore end_to_end docs) -n 3 --dist loadfile
 
-lint: style  ## ruff, import-linter, pyright
+lint: style  ## the same, and pyright
 	@echo "== pyright"
 	@$(BIN)/pyright --pythonpath $(BIN)/python
 
-style: setup
+style: setup  ## ruff, layout and import directions
 	@echo "== ruff"
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	@echo "== import-linter"

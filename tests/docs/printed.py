@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 PAGES = [
-    ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "slurm" / "README.md",
+    ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", ROOT / "slurm" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "benchmarks" / "results").glob("*.md")),
 ]  # fmt: skip
