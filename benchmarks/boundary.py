@@ -40,7 +40,9 @@ def body(data: dict[str, Any]) -> str:
 
 def main(*, quick: bool = False) -> None:
     task = {
-        "kind": "boundary", "net": NET, "leaves": STEPS[:1] if quick else STEPS,
+        "kind": "boundary",
+        "net": NET,
+        "leaves": STEPS[:1] if quick else STEPS,
         "repetitions": 7 if quick else 21,
-    }  # fmt: skip
+    }
     keep("boundary", {"machine": machine(), **on_ranks(alone(), task)}, quick=quick)

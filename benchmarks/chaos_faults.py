@@ -118,9 +118,16 @@ def _requeue(scene: Scene) -> None:
 
 def _preempt(scene: Scene) -> None:
     scene.cluster.command(
-        "sbatch", "--parsable", "--chdir=/tmp", "--output=/dev/null", "-p", "high", "-N4",
-        "--exclusive", "--wrap=true",
-    )  # fmt: skip
+        "sbatch",
+        "--parsable",
+        "--chdir=/tmp",
+        "--output=/dev/null",
+        "-p",
+        "high",
+        "-N4",
+        "--exclusive",
+        "--wrap=true",
+    )
 
 
 def _away(stop: Callable[[DevCluster], None]) -> Callable[[Scene], object]:

@@ -24,14 +24,22 @@ from slurm.jobs import job_processes
 MOMENTS = ("start", "window", "checkpoint", "last", "after")
 UPDATES, EVERY, PAUSE_S = 40, 5, 0.04
 PLAN = (
-    "job._target_=tests.tiny_job.Tiny", "tracker=none", "accumulation.global_batch=32",
-    "accumulation.steps=4", "cluster.nodes=2", "cluster.ranks_per_node=1",
-    f"train.updates={UPDATES}", "run.survive=false",
-)  # fmt: skip
+    "job._target_=tests.tiny_job.Tiny",
+    "tracker=none",
+    "accumulation.global_batch=32",
+    "accumulation.steps=4",
+    "cluster.nodes=2",
+    "cluster.ranks_per_node=1",
+    f"train.updates={UPDATES}",
+    "run.survive=false",
+)
 ON_SLURM = (
-    "+cluster=slurm_dev", f"train.checkpoint_every={EVERY}", f"job.pause_s={PAUSE_S}",
-    "cluster.heartbeat_timeout_s=5", "run.max_restarts=3",
-)  # fmt: skip
+    "+cluster=slurm_dev",
+    f"train.checkpoint_every={EVERY}",
+    f"job.pause_s={PAUSE_S}",
+    "cluster.heartbeat_timeout_s=5",
+    "run.max_restarts=3",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,9 +76,13 @@ def body(data: dict[str, Any]) -> str:
 def _window(update: int) -> Window:
     one = MicroBatch(update=update, positions=range(BATCH), indices=tuple(range(BATCH)))
     return Window(
-        update=update, samples=BATCH, micro_batches=(one,), steps=1, learning_rate=1e-4,
+        update=update,
+        samples=BATCH,
+        micro_batches=(one,),
+        steps=1,
+        learning_rate=1e-4,
         samples_per_rank=(BATCH,),
-    )  # fmt: skip
+    )
 
 
 class Training:

@@ -85,9 +85,14 @@ class Machine:
         """Return the results of `function(group, *arguments)` on ranks of one node."""
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         return run_ranks(
-            ranks or self.ranks, folder, function, *arguments,
-            transport=self.transport, one_node=not self.shared, collective_timeout_s=60.0,
-        )  # fmt: skip
+            ranks or self.ranks,
+            folder,
+            function,
+            *arguments,
+            transport=self.transport,
+            one_node=not self.shared,
+            collective_timeout_s=60.0,
+        )
 
     def need_gpus(self) -> None:
         if not self.gpus:
@@ -139,8 +144,11 @@ def _trained(
             if guarded:  # from here to the boundary nothing may wait for the device
                 torch.cuda.set_sync_debug_mode("error")
             with accumulator.precision.forward():
-                total = cross_entropy(forward(x[batch[0] : batch[-1] + 1]),
-                                      y[batch[0] : batch[-1] + 1], reduction="sum")  # fmt: skip
+                total = cross_entropy(
+                    forward(x[batch[0] : batch[-1] + 1]),
+                    y[batch[0] : batch[-1] + 1],
+                    reduction="sum",
+                )
             accumulator.backward(Loss(total, len(batch)), last=number == mine[-1])
             if guarded:
                 torch.cuda.set_sync_debug_mode("default")
@@ -416,10 +424,13 @@ def resume(machine: Machine) -> str:
     """A run that ended early and goes on has the bits of an undisturbed one."""
     whole, parts = machine.folder / "whole", machine.folder / "parts"
     same = (
-        "job=digits", *machine.shape,
-        "accumulation.reduction=reproducible", "accumulation.micro_batch=16",
-        f"transport={machine.transport}", "train.epochs=null",
-    )  # fmt: skip
+        "job=digits",
+        *machine.shape,
+        "accumulation.reduction=reproducible",
+        "accumulation.micro_batch=16",
+        f"transport={machine.transport}",
+        "train.epochs=null",
+    )
     digests = {_weights_of(whole, "launch", *same, f"run.dir={whole}", "train.updates=12")}
     background = "train.checkpoint_in_background=true"
     _orchestrator("launch", *same, background, f"run.dir={parts}", "train.updates=6")
@@ -462,10 +473,18 @@ def failures(machine: Machine) -> str:
     for how, cause in causes.items():
         run, began = machine.folder / how, time.monotonic()
         line = (
-            "launch", "job=digits", "job._target_=benchmarks.gpu_check.Fails", f"+job.how={how}",
-            *machine.shape, f"transport={machine.transport}", f"run.dir={run}", "run.survive=false",
-            "run.max_restarts=0", "cluster.hang_timeout_s=20", "cluster.collective_timeout_s=30",
-        )  # fmt: skip
+            "launch",
+            "job=digits",
+            "job._target_=benchmarks.gpu_check.Fails",
+            f"+job.how={how}",
+            *machine.shape,
+            f"transport={machine.transport}",
+            f"run.dir={run}",
+            "run.survive=false",
+            "run.max_restarts=0",
+            "cluster.hang_timeout_s=20",
+            "cluster.collective_timeout_s=30",
+        )
         command = [sys.executable, "-m", "orchestrator", *line]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
         if not (run / "result.json").exists():
@@ -482,12 +501,23 @@ def survival(machine: Machine) -> str:
     """Runs that lose workers and nodes, or stop, end as an undisturbed one does."""
     machine.need_ranks(3)
     reproducible = "accumulation.reduction=reproducible", "accumulation.micro_batch=16"
-    rows: list[dict[str, Any]] = json.loads(_orchestrator(
-        "rehearse", "--json", "--faults", "5", "--seed", "7", "--into", f"{machine.folder}/faults",
-        "job=digits",
-        *(machine.on or (f"cluster.nodes={machine.ranks}", "cluster.ranks_per_node=1")),
-        f"transport={machine.transport}", "run.survive=true", *reproducible,
-    ))["rows"]  # fmt: skip
+    rows: list[dict[str, Any]] = json.loads(
+        _orchestrator(
+            "rehearse",
+            "--json",
+            "--faults",
+            "5",
+            "--seed",
+            "7",
+            "--into",
+            f"{machine.folder}/faults",
+            "job=digits",
+            *(machine.on or (f"cluster.nodes={machine.ranks}", "cluster.ranks_per_node=1")),
+            f"transport={machine.transport}",
+            "run.survive=true",
+            *reproducible,
+        )
+    )["rows"]
     return ", ".join(f"{row['fault']}: {row['how']}" for row in rows)
 
 
@@ -498,9 +528,11 @@ def _fully_sharded(group: BaseGroup, folder: str, shape: tuple[int, ...]) -> flo
 
     kind = group.device.type
     dist.init_process_group(
-        "nccl" if kind == "cuda" else "gloo", init_method=f"file://{folder}/met-{len(shape)}",
-        rank=group.rank, world_size=group.size,
-    )  # fmt: skip
+        "nccl" if kind == "cuda" else "gloo",
+        init_method=f"file://{folder}/met-{len(shape)}",
+        rank=group.rank,
+        world_size=group.size,
+    )
     mesh = init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     x, y = _data(torch.float64, group.device)
     net: Any = _net(torch.float64, group.device)
@@ -643,9 +675,11 @@ def _timed(group: BaseGroup, ddp: bool) -> float:
 
 def _ratio(group: BaseGroup, folder: str) -> float:
     dist.init_process_group(
-        "nccl" if group.device.type == "cuda" else "gloo", init_method=f"file://{folder}/ratio",
-        rank=group.rank, world_size=group.size,
-    )  # fmt: skip
+        "nccl" if group.device.type == "cuda" else "gloo",
+        init_method=f"file://{folder}/ratio",
+        rank=group.rank,
+        world_size=group.size,
+    )
     ours = min(_timed(group, ddp=False) for _ in range(2))
     theirs = min(_timed(group, ddp=True) for _ in range(2))
     dist.destroy_process_group()
@@ -680,10 +714,25 @@ def bandwidth(machine: Machine) -> str:
 
 
 CHECKS = (
-    versions, binding, late_rank, conformance, exactness, same_bits, compiled, silent_micro_steps,
-    late_results, lost_rank, failures, resume, survival, fully_sharded, memory,
-    documented_scripts, speed, bandwidth,
-)  # fmt: skip
+    versions,
+    binding,
+    late_rank,
+    conformance,
+    exactness,
+    same_bits,
+    compiled,
+    silent_micro_steps,
+    late_results,
+    lost_rank,
+    failures,
+    resume,
+    survival,
+    fully_sharded,
+    memory,
+    documented_scripts,
+    speed,
+    bandwidth,
+)
 
 
 def run_checks(
@@ -707,9 +756,13 @@ def run_checks(
                 result, words = "fail", f"{type(error).__name__}: {error}".splitlines()[0][:300]
                 details = traceback.format_exc()
             row = {
-                "check": name, "result": result, "words": words, "details": details,
-                "meaning": check.__doc__, "seconds": round(time.monotonic() - began, 1),
-            }  # fmt: skip
+                "check": name,
+                "result": result,
+                "words": words,
+                "details": details,
+                "meaning": check.__doc__,
+                "seconds": round(time.monotonic() - began, 1),
+            }
             rows.append(row)
             print(f"{result}  {row['seconds']:5.1f} s  {name:20} {words}", flush=True)
     return rows

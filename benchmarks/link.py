@@ -74,15 +74,21 @@ def loopback(ranks: int) -> Generator[Link]:
     """Return one loopback for all ranks: their own if possible, else the machine's."""
     if cannot_make_networks():
         yield Link(
-            name="loopback", prefixes=((),) * ranks, address="127.0.0.1", interface="lo",
+            name="loopback",
+            prefixes=((),) * ranks,
+            address="127.0.0.1",
+            interface="lo",
             senders=None,
-        )  # fmt: skip
+        )
         return
     with _namespace(f"orch-bench-{os.getpid()}") as prefix:
         yield Link(
-            name="loopback", prefixes=(prefix,) * ranks, address="127.0.0.1", interface="lo",
+            name="loopback",
+            prefixes=(prefix,) * ranks,
+            address="127.0.0.1",
+            interface="lo",
             senders=ranks,
-        )  # fmt: skip
+        )
 
 
 @contextmanager
@@ -110,21 +116,49 @@ def switched(ranks: int, rate: str | None, name: str) -> Generator[Link]:
             prefixes.append(made.enter_context(_namespace(node)))
             _plug_in(node, f"{base}-switch", f"port{rank}", f"10.231.7.{rank + 1}/24", rate)
         yield Link(
-            name=name, prefixes=tuple(prefixes), address="10.231.7.1", interface=_INTERFACE,
+            name=name,
+            prefixes=tuple(prefixes),
+            address="10.231.7.1",
+            interface=_INTERFACE,
             senders=1,
-        )  # fmt: skip
+        )
 
 
 def _plug_in(node: str, switch: str, port: str, address: str, rate: str | None) -> None:
-    _run("ip", "link", "add", _INTERFACE, "netns", node, "type", "veth",
-         "peer", "name", port, "netns", switch)  # fmt: skip
+    _run(
+        "ip",
+        "link",
+        "add",
+        _INTERFACE,
+        "netns",
+        node,
+        "type",
+        "veth",
+        "peer",
+        "name",
+        port,
+        "netns",
+        switch,
+    )
     _run("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
     _run("ip", "-n", node, "addr", "add", address, "dev", _INTERFACE)
     _run("ip", "-n", node, "link", "set", _INTERFACE, "up")
     if rate is not None:
         for where, interface in ((node, _INTERFACE), (switch, port)):
-            _run("tc", "-n", where, "qdisc", "add", "dev", interface, "root", "tbf",
-                 "rate", rate, *_BUCKET)  # fmt: skip
+            _run(
+                "tc",
+                "-n",
+                where,
+                "qdisc",
+                "add",
+                "dev",
+                interface,
+                "root",
+                "tbf",
+                "rate",
+                rate,
+                *_BUCKET,
+            )
 
 
 def sent_bytes(interface: str) -> int:

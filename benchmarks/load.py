@@ -29,9 +29,12 @@ COMMANDS = ("squeue", "sacct", "scontrol", "sinfo", "sbatch", "scancel", "sacctm
 RANKS, JOBS = 4, 20
 OPERATIONS = "file operations a second"
 PLAN = (
-    "job._target_=tests.tiny_job.Tiny", "tracker=none", "accumulation.global_batch=32",
-    "accumulation.steps=4", "cluster.nodes=2",
-)  # fmt: skip
+    "job._target_=tests.tiny_job.Tiny",
+    "tracker=none",
+    "accumulation.global_batch=32",
+    "accumulation.steps=4",
+    "cluster.nodes=2",
+)
 
 
 class Counting:
@@ -57,15 +60,20 @@ class Counting:
         where = ("+cluster=slurm_dev", f"cluster.slurm_conf={self._cluster.slurm_conf}")
         subprocess.run(
             [sys.executable, "-m", "orchestrator.launch", *where, *PLAN, *words],
-            env=self._env, cwd=self._log.parent, check=True, stdout=subprocess.DEVNULL,
-        )  # fmt: skip
+            env=self._env,
+            cwd=self._log.parent,
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
 
     def watcher(self, run: Path) -> subprocess.Popen[bytes]:
         """Start a follower of a run, as from another shell."""
         return subprocess.Popen(
             [sys.executable, "-m", "orchestrator", "attach", str(run)],
-            env=self._env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            env=self._env,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
 
     @property
     def calls(self) -> int:
@@ -78,11 +86,22 @@ def file_operations(pids: dict[str, int], seconds: float) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         traces = {
             name: subprocess.Popen(
-                ["strace", "-f", "-qq", "-e", "trace=%file", "-e", "signal=none",
-                 "-o", f"{folder}/{pid}", "-p", str(pid)]
+                [
+                    "strace",
+                    "-f",
+                    "-qq",
+                    "-e",
+                    "trace=%file",
+                    "-e",
+                    "signal=none",
+                    "-o",
+                    f"{folder}/{pid}",
+                    "-p",
+                    str(pid),
+                ]
             )
             for name, pid in pids.items()
-        }  # fmt: skip
+        }
         time.sleep(seconds)  # the interval in which calls are counted
         for trace in traces.values():
             trace.send_signal(signal.SIGINT)
@@ -112,9 +131,12 @@ def _idle(pids: Iterable[int]) -> bool:
 def _started(counting: Counting, cluster: DevCluster, run: Path) -> Iterator[dict[str, int]]:
     """Start a job of two nodes with two ranks each, with rank 0 stopped; return pids by rank."""
     counting.launch(
-        f"run.dir={run}", "cluster.ranks_per_node=2", "train.updates=100000", "job.pause_s=0.02",
+        f"run.dir={run}",
+        "cluster.ranks_per_node=2",
+        "train.updates=100000",
+        "job.pause_s=0.02",
         "cluster.heartbeat_timeout_s=600",  # a stopped rank would otherwise be replaced
-    )  # fmt: skip
+    )
 
     def ranks() -> dict[str, int]:
         tasks = [task for n in range(4) for task in cluster.node_pids(f"n{n}").tasks]
@@ -161,8 +183,13 @@ def _scheduler_calls(counting: Counting, base: Path, seconds: float) -> list[lis
     """Count calls to submit `JOBS` jobs by a sweep, and in a minute of following them."""
     later, folder = "+cluster.slurm_flags.begin=now+3600", base / "watched"
     values = ",".join(str(seed) for seed in range(JOBS))
-    counting.launch("-m", f"train.seed={values}", later, f"run.dir={folder}/${{train.seed}}",
-                    f"hydra.sweep.dir={folder}/sweep")  # fmt: skip
+    counting.launch(
+        "-m",
+        f"train.seed={values}",
+        later,
+        f"run.dir={folder}/${{train.seed}}",
+        f"hydra.sweep.dir={folder}/sweep",
+    )
     submitting = counting.calls
     watchers = [counting.watcher(path.parent) for path in folder.glob("**/handle.json")]
     if len(watchers) != JOBS:

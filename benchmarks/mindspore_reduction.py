@@ -94,12 +94,18 @@ def main(*, quick: bool = False) -> None:
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
             subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.mindspore_reduction", folder, str(rank),
-                 repetitions],
+                [
+                    sys.executable,
+                    "-m",
+                    "benchmarks.mindspore_reduction",
+                    folder,
+                    str(rank),
+                    repetitions,
+                ],
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
             for rank in range(RANKS)
-        ]  # fmt: skip
+        ]
         for process in ranks:
             process.wait(TIMEOUT_S)
         figures = json.loads((Path(folder) / "figures.json").read_text())

@@ -79,19 +79,31 @@ def contenders(folder: Path) -> dict[str, Callable[[], float]]:
     def msrun() -> float:
         with keep_port("127.0.0.1") as keeper:
             command = [
-                sys.executable, "-m", "mindspore.parallel.cluster.run",  # what `msrun` runs
-                f"--worker_num={RANKS}", f"--local_worker_num={RANKS}", "--master_addr=127.0.0.1",
-                f"--master_port={keeper.getsockname()[1]}", f"--log_dir={folder / 'msrun'}",
-                "--join=True", "script.py",
-            ]  # fmt: skip
+                sys.executable,
+                "-m",
+                "mindspore.parallel.cluster.run",  # what `msrun` runs
+                f"--worker_num={RANKS}",
+                f"--local_worker_num={RANKS}",
+                "--master_addr=127.0.0.1",
+                f"--master_port={keeper.getsockname()[1]}",
+                f"--log_dir={folder / 'msrun'}",
+                "--join=True",
+                "script.py",
+            ]
             return _seconds(command, folder)
 
     def ours() -> float:
         command = [
-            sys.executable, "-m", "orchestrator.launch", "job._target_=start_job.Stamped",
-            f"run.dir={folder / f'run{next(count)}'}", "cluster.nodes=2",
-            f"cluster.ranks_per_node={RANKS // 2}", "optimizer=sgd", "-q",
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "orchestrator.launch",
+            "job._target_=start_job.Stamped",
+            f"run.dir={folder / f'run{next(count)}'}",
+            "cluster.nodes=2",
+            f"cluster.ranks_per_node={RANKS // 2}",
+            "optimizer=sgd",
+            "-q",
+        ]
         return _seconds(command, folder)
 
     return {REFERENCE: msrun, "orchestrator.launch": ours}

@@ -90,10 +90,13 @@ class Ours:
             )
             self.engine.begin_window(
                 Window(
-                    update=self.update, samples=STEPS * SIZE, micro_batches=work, steps=STEPS,
+                    update=self.update,
+                    samples=STEPS * SIZE,
+                    micro_batches=work,
+                    steps=STEPS,
                     learning_rate=RATE,
                 )
-            )  # fmt: skip
+            )
             for batch, one in zip(self.batches, work, strict=True):
                 self.engine.micro_step(batch, one)
             self.engine.boundary()

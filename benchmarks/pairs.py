@@ -47,10 +47,14 @@ def main(*, quick: bool = False) -> None:
     rounds = 7 if quick else 101
     for net in ("mlp", "transformer"):
         task = {
-            "kind": "times", "net": net, "contenders": [DDP, SAME, CHECKED, OURS], "reference": DDP,
-            "leaves": [RANKS * steps for steps in STEPS], "repetitions": (rounds, rounds),
+            "kind": "times",
+            "net": net,
+            "contenders": [DDP, SAME, CHECKED, OURS],
+            "reference": DDP,
+            "leaves": [RANKS * steps for steps in STEPS],
+            "repetitions": (rounds, rounds),
             "budget_s": 0.0,
-        }  # fmt: skip
+        }
         with loopback(RANKS) as link:
             data["nets"][net] = on_ranks(link, task)["rows"]
     keep("pairs", data, quick=quick)

@@ -39,13 +39,27 @@ class Extent:
 
 
 WHOLE = Extent(
-    ranks=(2, 4), steps=(1, 2, 4, 8, 16), repetitions=(7, 21), budget_s=15.0, updates=40,
-    loss_nets=NETS, loss_links=("loopback", SHAPED), memory_steps=(1, 16), memory_repetitions=7,
-)  # fmt: skip
+    ranks=(2, 4),
+    steps=(1, 2, 4, 8, 16),
+    repetitions=(7, 21),
+    budget_s=15.0,
+    updates=40,
+    loss_nets=NETS,
+    loss_links=("loopback", SHAPED),
+    memory_steps=(1, 16),
+    memory_repetitions=7,
+)
 QUICK = Extent(
-    ranks=(2,), steps=(1, 8), repetitions=(7, 7), budget_s=0.0, updates=25, loss_nets=("mlp",),
-    loss_links=(SHAPED,), memory_steps=(1, 8), memory_repetitions=1,
-)  # fmt: skip
+    ranks=(2,),
+    steps=(1, 8),
+    repetitions=(7, 7),
+    budget_s=0.0,
+    updates=25,
+    loss_nets=("mlp",),
+    loss_links=(SHAPED,),
+    memory_steps=(1, 8),
+    memory_repetitions=1,
+)
 
 
 class Peers:
@@ -92,9 +106,15 @@ class Peers:
         ranks = len(link.prefixes)
         extent = self._extent
         found = self._on_ranks(
-            link, "times", net, self._names, leaves=[ranks * steps for steps in extent.steps],
-            repetitions=extent.repetitions, budget_s=extent.budget_s, reference=REFERENCE,
-        )  # fmt: skip
+            link,
+            "times",
+            net,
+            self._names,
+            leaves=[ranks * steps for steps in extent.steps],
+            repetitions=extent.repetitions,
+            budget_s=extent.budget_s,
+            reference=REFERENCE,
+        )
         for row in found:
             steps = row.pop("leaves") // ranks
             self.data["times"].append(
@@ -124,9 +144,14 @@ class Peers:
                     found.setdefault((name, row["leaves"] // ranks), []).append(row["bytes"])
         for (name, steps), figures in found.items():
             self.data["peaks"].append(
-                {"net": net, "ranks": ranks, "steps": steps, "name": name,
-                 "bytes": Spread.of(figures).rounded()}
-            )  # fmt: skip
+                {
+                    "net": net,
+                    "ranks": ranks,
+                    "steps": steps,
+                    "name": name,
+                    "bytes": Spread.of(figures).rounded(),
+                }
+            )
         self._keep()
 
     def _on_ranks(

@@ -51,9 +51,12 @@ def time(data: Row) -> Any:
     for link in distinct(data["times"], "link"):
         columns += [(link, ranks) for ranks in distinct(data["times"], "ranks")]
     figure, panels = plt.subplots(
-        len(nets), len(columns), sharex="col", squeeze=False,
+        len(nets),
+        len(columns),
+        sharex="col",
+        squeeze=False,
         figsize=(2.6 * len(columns) + 1.6, 2.2 * len(nets) + 0.4),
-    )  # fmt: skip
+    )
     for line, net in enumerate(nets):
         for column, (link, ranks) in enumerate(columns):
             axes = panels[line][column]

@@ -52,9 +52,17 @@ def starts(folder: Path) -> dict[str, Callable[[], float]]:
 
     def ours() -> float:
         command = [
-            sys.executable, "-m", "orchestrator", "run", f"run.dir={folder}/run{next(numbers)}",
-            "cluster.nodes=1", f"cluster.ranks_per_node={RANKS}", "-q", "--", "train.py",
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "orchestrator",
+            "run",
+            f"run.dir={folder}/run{next(numbers)}",
+            "cluster.nodes=1",
+            f"cluster.ranks_per_node={RANKS}",
+            "-q",
+            "--",
+            "train.py",
+        ]
         return _seconds(command, folder)
 
     return {

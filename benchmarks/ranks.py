@@ -47,11 +47,19 @@ def on_ranks(link: Link, task: Mapping[str, Any], *, timeout_s: float = TIMEOUT_
                 with (folder / f"{rank}.log").open("wb") as log:
                     processes.append(
                         subprocess.Popen(
-                            [*prefix, sys.executable, "-m", "benchmarks.rank",
-                             json.dumps(whole), str(folder / "found.json")],
-                            cwd=ROOT, stderr=log, env=_environment(link, rank, ranks, port),
+                            [
+                                *prefix,
+                                sys.executable,
+                                "-m",
+                                "benchmarks.rank",
+                                json.dumps(whole),
+                                str(folder / "found.json"),
+                            ],
+                            cwd=ROOT,
+                            stderr=log,
+                            env=_environment(link, rank, ranks, port),
                         )
-                    )  # fmt: skip
+                    )
             _wait(processes, folder, timeout_s)
         finally:
             for process in processes:
@@ -86,7 +94,14 @@ def _free_port() -> int:
 def _environment(link: Link, rank: int, ranks: int, port: int) -> dict[str, str]:
     """Return torchrun's environment for one process on each node, which the peers read."""
     return {
-        **os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks), "GROUP_RANK": str(rank),
-        "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": link.address,
-        "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": link.interface, "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+        **os.environ,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "GROUP_RANK": str(rank),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": link.address,
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": link.interface,
+        "OMP_NUM_THREADS": "1",
+    }

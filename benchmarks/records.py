@@ -20,10 +20,14 @@ UPDATES, QUICK_UPDATES = (100_000, 1_000_000), (10_000,)
 POINTS, QUICK_POINTS = (1_000, 10_000), (100,)
 RECORDS_OF_POINT = 20
 SWEEP = (
-    "-m", "job._target_=orchestrator.jobs.line.Line", "accumulation.global_batch=16",
-    "cluster.nodes=1", "cluster.ranks_per_node=1", "tracker=none",
+    "-m",
+    "job._target_=orchestrator.jobs.line.Line",
+    "accumulation.global_batch=16",
+    "cluster.nodes=1",
+    "cluster.ranks_per_node=1",
+    "tracker=none",
     f"train.updates={RECORDS_OF_POINT}",
-)  # fmt: skip
+)
 NOTE = f"""\
 Whole commands on folders that are made up: a run of U updates, each with a record as training
 writes it, and a sweep of P points of {RECORDS_OF_POINT} updates. CPU seconds and peak memory of the

@@ -41,9 +41,14 @@ def main(*, quick: bool = False) -> None:
     repetitions = (7, 7) if quick else (31, 31)
     for ranks in (1, 2, 3, 4):
         task = {
-            "kind": "times", "net": "digits", "contenders": [FAST, SAME_BITS], "reference": FAST,
-            "leaves": [LEAVES], "repetitions": repetitions, "budget_s": 0.0,
-        }  # fmt: skip
+            "kind": "times",
+            "net": "digits",
+            "contenders": [FAST, SAME_BITS],
+            "reference": FAST,
+            "leaves": [LEAVES],
+            "repetitions": repetitions,
+            "budget_s": 0.0,
+        }
         with loopback(ranks) as link:
             data["ranks"][str(ranks)] = on_ranks(link, task)["rows"]
     keep("reproducible", data, quick=quick)

@@ -80,9 +80,14 @@ def _commands(base: Path, slurm_conf: Path) -> dict[str, list[str]]:
         return [sys.executable, str(base / name), *words]
 
     ours = [
-        sys.executable, "-m", "orchestrator.launch", "+cluster=slurm_dev", "run.dir=RUN",
-        f"cluster.slurm_conf={slurm_conf}", "+cluster.slurm_flags.begin=now+3600",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "orchestrator.launch",
+        "+cluster=slurm_dev",
+        "run.dir=RUN",
+        f"cluster.slurm_conf={slurm_conf}",
+        "+cluster.slurm_flags.begin=now+3600",
+    ]
     return {
         "ours": ours,
         "ours, run.snapshot=false": [*ours, "run.snapshot=false"],

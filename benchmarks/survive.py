@@ -86,9 +86,11 @@ def losses(
         began = next(one["time"] for one in reversed(records[:index]) if "loss" in one)
         formed = change["survived"]["seconds"]
         yield {
-            "rank": rank, "noticed": max(0.0, back - formed - killed), "back": back - killed,
+            "rank": rank,
+            "noticed": max(0.0, back - formed - killed),
+            "back": back - killed,
             "lost": back - began,
-        }  # fmt: skip
+        }
 
 
 def useful(records: list[dict[str, Any]]) -> dict[str, float]:
@@ -120,9 +122,10 @@ def disturbed(
         if [one["update"] for one in records] != list(range(updates)):
             raise RuntimeError("an update is missing, or is recorded twice")
         return {
-            "losses": list(losses(lines, run.kills)), **useful(records),
+            "losses": list(losses(lines, run.kills)),
+            **useful(records),
             "equal": ended["weights_sha256"] == digest,
-        }  # fmt: skip
+        }
     finally:
         run.close()
 
@@ -187,9 +190,13 @@ def goodput(kills: int, update_s: float, every_s: float) -> dict[str, Any]:
     run = disturbed(updates, victims_of(kills), every_s, digest, replaced=True)
     share = run["useful"] / run["whole"]
     return {
-        "name": "ours", "kills": kills, "useful": share, "lost": run["whole"] * (1 - share) / kills,
-        "equal": "yes" if run["equal"] else "no", "why": "",
-    }  # fmt: skip
+        "name": "ours",
+        "kills": kills,
+        "useful": share,
+        "lost": run["whole"] * (1 - share) / kills,
+        "equal": "yes" if run["equal"] else "no",
+        "why": "",
+    }
 
 
 def victims_of(kills: int) -> list[int]:
@@ -231,6 +238,7 @@ def main(*, quick: bool = False) -> None:
     theirs = survive_torchft.goodput(victims_of(kills), every_s)
     rows = [goodput(kills, seconds / 60, every_s), theirs]
     keep(
-        "survive", {"machine": machine(), "cost": cost, "losses": spreads, "goodput": rows},
+        "survive",
+        {"machine": machine(), "cost": cost, "losses": spreads, "goodput": rows},
         quick=quick,
-    )  # fmt: skip
+    )

@@ -44,8 +44,10 @@ def goodput(victims: list[int], every_s: float) -> dict[str, Any]:
         return {**row, "why": NO_NAMESPACE}
     done = subprocess.run(
         [*ALONE, sys.executable, "-m", __spec__.name, json.dumps([victims, every_s])],
-        check=True, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     of = [steps for steps in json.loads(done.stdout) if steps]
     whole = sum(steps[-1]["time"] - steps[0]["time"] + steps[0]["seconds"] for steps in of)
     # The wait for the next quorum is part of a step that is committed after all.
@@ -53,8 +55,14 @@ def goodput(victims: list[int], every_s: float) -> dict[str, Any]:
     counted = (one for steps in of for one in steps if one["committed"])
     useful = sum(min(one["seconds"], usual) for one in counted)
     lost = (whole - useful) / len(of) / len(victims)
-    return {**row, "kills": len(victims), "useful": useful / whole, "lost": lost, "equal": "no",
-            "why": ""}  # fmt: skip
+    return {
+        **row,
+        "kills": len(victims),
+        "useful": useful / whole,
+        "lost": lost,
+        "equal": "no",
+        "why": "",
+    }
 
 
 def _loopback_up() -> None:
@@ -70,17 +78,21 @@ def _disturbed(victims: list[int], every_s: float) -> list[list[dict[str, Any]]]
     from torchft.coordination import LighthouseServer
 
     lighthouse = LighthouseServer(
-        bind="[::]:0", min_replicas=1, join_timeout_ms=PATIENCE_MS, quorum_tick_ms=100,
+        bind="[::]:0",
+        min_replicas=1,
+        join_timeout_ms=PATIENCE_MS,
+        quorum_tick_ms=100,
         heartbeat_timeout_ms=PATIENCE_MS,
-    )  # fmt: skip
+    )
     folder = Path(tempfile.mkdtemp(prefix="torchft-"))
 
     def started(n: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             [sys.executable, "-m", __spec__.name, lighthouse.address(), str(n), folder],
-            env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
             stderr=(folder / f"{n}.log").open("a"),
-        )  # fmt: skip
+        )
 
     replicas = [started(n) for n in range(REPLICAS)]
     try:
@@ -122,12 +134,17 @@ def replica(lighthouse: str, number: int, folder: Path) -> None:
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     parts = {"model": model, "optimizer": adam}
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=timedelta(seconds=5)), min_replica_size=1,
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=5)),
+        min_replica_size=1,
         state_dict=lambda: {name: part.state_dict() for name, part in parts.items()},
         load_state_dict=lambda state: [parts[n].load_state_dict(s) for n, s in state.items()],
-        replica_id=f"replica_{number}", lighthouse_addr=lighthouse, store_addr="localhost",
-        store_port=store.port, rank=0, world_size=1,
-    )  # fmt: skip
+        replica_id=f"replica_{number}",
+        lighthouse_addr=lighthouse,
+        store_addr="localhost",
+        store_port=store.port,
+        rank=0,
+        world_size=1,
+    )
     optimizer, weights = Optimizer(manager, adam), list(model.parameters())
     data = Work().dataset().tensors[0]
     with (folder / f"{number}.jsonl").open("a", buffering=1) as file:

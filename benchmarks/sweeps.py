@@ -29,9 +29,10 @@ class Commands:
         self._base = base
         self._env = {**os.environ, "PYTHONPATH": str(ROOT)}
         self._place = (
-            "+cluster=slurm_dev", f"cluster.slurm_conf={cluster.slurm_conf}",
+            "+cluster=slurm_dev",
+            f"cluster.slurm_conf={cluster.slurm_conf}",
             "+cluster.slurm_flags.begin=now+3600",
-        )  # fmt: skip
+        )
 
     def sweep(self, points: int) -> list[str]:
         """Return the arguments of a sweep."""
@@ -51,9 +52,11 @@ class Commands:
         with Path(os.devnull).open("wb") as nowhere:
             began = time.perf_counter()
             pid = os.posix_spawn(
-                command[0], command, self._env,
+                command[0],
+                command,
+                self._env,
                 file_actions=[(os.POSIX_SPAWN_DUP2, nowhere.fileno(), 1)],
-            )  # fmt: skip
+            )
             _, status, usage = os.wait4(pid, 0)
             seconds = time.perf_counter() - began
         if status:

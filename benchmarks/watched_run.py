@@ -17,10 +17,16 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 LINE = (
-    "job._target_=benchmarks.survive.Work", "tracker=none", "cluster.nodes=2",
-    "cluster.ranks_per_node=2", "accumulation.global_batch=256", "accumulation.micro_batch=16",
-    "accumulation.reduction=reproducible", "train.evaluate_every=0", "train.checkpoint_every=0",
-)  # fmt: skip
+    "job._target_=benchmarks.survive.Work",
+    "tracker=none",
+    "cluster.nodes=2",
+    "cluster.ranks_per_node=2",
+    "accumulation.global_batch=256",
+    "accumulation.micro_batch=16",
+    "accumulation.reduction=reproducible",
+    "train.evaluate_every=0",
+    "train.checkpoint_every=0",
+)
 
 
 class WatchedRun:
@@ -31,10 +37,13 @@ class WatchedRun:
         self._run, self._updates = self._folder / "run", updates
         words = [*LINE, survive, f"train.updates={updates}", f"run.dir={self._run}", "-q", *more]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "orchestrator.launch", *words], cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+            [sys.executable, "-m", "orchestrator.launch", *words],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         self.kills: list[tuple[float, int]] = []
 
     def records(self) -> list[dict[str, Any]]:

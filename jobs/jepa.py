@@ -36,13 +36,18 @@ def _blocks(width: int, layers: int) -> nn.Sequential:
     return nn.Sequential(
         *(
             nn.TransformerEncoderLayer(
-                width, 4, 4 * width, dropout=0.0, activation="gelu", batch_first=True,
+                width,
+                4,
+                4 * width,
+                dropout=0.0,
+                activation="gelu",
+                batch_first=True,
                 norm_first=True,
             )
             for _ in range(layers)
         ),
         nn.LayerNorm(width),
-    )  # fmt: skip
+    )
 
 
 class Encoder(nn.Module):

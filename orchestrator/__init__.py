@@ -90,15 +90,32 @@ __all__ = [
     "start_sweep",
 ]
 _HOMES = {
-    "Job": "job", "Loss": "job", "current_run": "client.run",
-    "ConfigError": "errors", "DataError": "errors", "JobError": "errors",
-    "OrchestratorError": "errors", "ClusterError": "errors", "RunFailed": "errors",
-    "RunFolderError": "errors", "UsageError": "errors",
-    "Shards": "plan.order", "ShardedDataset": "data", "run_in_threads": "testing.threads",
-    "Run": "runs", "Sweep": "runs", "list_runs": "runs", "open_run": "runs", "open_sweep": "runs",
-    "start": "runs", "start_sweep": "runs", "plan_run": "runs", "plan_sweep": "runs",
-    "compare": "runs", "check_machine": "health.doctor",
-}  # fmt: skip
+    "Job": "job",
+    "Loss": "job",
+    "current_run": "client.run",
+    "ConfigError": "errors",
+    "DataError": "errors",
+    "JobError": "errors",
+    "OrchestratorError": "errors",
+    "ClusterError": "errors",
+    "RunFailed": "errors",
+    "RunFolderError": "errors",
+    "UsageError": "errors",
+    "Shards": "plan.order",
+    "ShardedDataset": "data",
+    "run_in_threads": "testing.threads",
+    "Run": "runs",
+    "Sweep": "runs",
+    "list_runs": "runs",
+    "open_run": "runs",
+    "open_sweep": "runs",
+    "start": "runs",
+    "start_sweep": "runs",
+    "plan_run": "runs",
+    "plan_sweep": "runs",
+    "compare": "runs",
+    "check_machine": "health.doctor",
+}
 
 
 def __getattr__(name: str) -> Any:

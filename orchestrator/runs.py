@@ -76,9 +76,11 @@ POLL_S = 0.2
 FOLLOW_S = 1.0  # between two looks at all points of a sweep that is followed
 LEAVE_S = 10.0  # given to a command whose run has ended, or is withdrawn, to say why
 EXIT_OF_STATE = {
-    "finished": EXIT_FINISHED, "pruned": EXIT_FINISHED, "stopped": EXIT_STOPPED,
+    "finished": EXIT_FINISHED,
+    "pruned": EXIT_FINISHED,
+    "stopped": EXIT_STOPPED,
     "cancelled": EXIT_STOPPED,
-}  # fmt: skip
+}
 """Of `orchestrator wait`; of any other state it is 1."""
 FORMS = ("safetensors", "torch", "dcp")  # of `Run.export`
 Value = TypeVar("Value")

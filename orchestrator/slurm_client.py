@@ -190,10 +190,17 @@ class SlurmClient:
             raise NoClient(f"there is no {command[0]} on this machine: {ELSEWHERE}")
         try:
             done = subprocess.run(
-                command, input=text, env=self.environment(command[0]), capture_output=True,
-                text=True, errors="replace", check=False, timeout=timeout_s,
-                pass_fds=() if holding is None else (holding,), start_new_session=True,
-            )  # fmt: skip
+                command,
+                input=text,
+                env=self.environment(command[0]),
+                capture_output=True,
+                text=True,
+                errors="replace",
+                check=False,
+                timeout=timeout_s,
+                pass_fds=() if holding is None else (holding,),
+                start_new_session=True,
+            )
         except subprocess.TimeoutExpired as error:
             raise SchedulerDown(f"{command[0]} did not answer within {timeout_s:g} s") from error
         answer = Answer(done.returncode, done.stdout, done.stderr)
@@ -253,15 +260,37 @@ def retry_unanswered(
 
 
 QUEUE_FIELDS = (
-    "JobArrayID", "State", "NodeList", "TimeLeft", "EndTime", "PreemptTime", "RestartCnt",
-    "Requeue", "exit_code", "Reason", "Command",
-)  # fmt: skip
+    "JobArrayID",
+    "State",
+    "NodeList",
+    "TimeLeft",
+    "EndTime",
+    "PreemptTime",
+    "RestartCnt",
+    "Requeue",
+    "exit_code",
+    "Reason",
+    "Command",
+)
 # The last column alone may hold the separator.
 QUEUE = ("squeue", "-a", "-r", "-t", "all", "-O", ":|,".join(QUEUE_FIELDS) + ":")
-ALIVE = frozenset({
-    "PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "RESIZING",
-    "SIGNALING", "STAGE_OUT", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT",
-})  # fmt: skip
+ALIVE = frozenset(
+    {
+        "PENDING",
+        "RUNNING",
+        "COMPLETING",
+        "CONFIGURING",
+        "SUSPENDED",
+        "STOPPED",
+        "RESIZING",
+        "SIGNALING",
+        "STAGE_OUT",
+        "REQUEUED",
+        "REQUEUE_FED",
+        "REQUEUE_HOLD",
+        "SPECIAL_EXIT",
+    }
+)
 # A node could not start the job (its prolog failed, say, or it still had the job's last start):
 # SLURM queues it again and holds it.
 HELD_AFTER_LAUNCH = "launch failed requeued held"

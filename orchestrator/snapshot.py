@@ -33,14 +33,54 @@ from orchestrator.units import format_bytes
 
 SECRET_FOLDERS = (".ssh", ".aws", ".gnupg", ".kube", ".azure", ".docker", "gcloud", ".gcloud")
 SECRET_NAMES = (
-    ".env", ".env.*", "*.env", ".netrc", "_netrc", ".pgpass", ".my.cnf", ".pypirc", ".npmrc",
-    ".git-credentials", ".htpasswd", ".dockercfg", ".s3cfg", ".boto", ".vault*pass*",
-    "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", "*.pem", "*.key", "*.ppk", "*.p12", "*.pfx",
-    "*.jks", "*.keystore", "*.kdbx", "*.gpg", "*.tfvars", "*.tfstate", "kubeconfig",
-    "credentials", "credentials.*", ".credentials*", "client_secret*", "service*account*.json",
-    "secret", "secrets", "secret.*", "secrets.*", "token", "token.*", ".token", "*.token",
-    "api_key*", "apikey*", "password*.txt",
-)  # fmt: skip
+    ".env",
+    ".env.*",
+    "*.env",
+    ".netrc",
+    "_netrc",
+    ".pgpass",
+    ".my.cnf",
+    ".pypirc",
+    ".npmrc",
+    ".git-credentials",
+    ".htpasswd",
+    ".dockercfg",
+    ".s3cfg",
+    ".boto",
+    ".vault*pass*",
+    "id_rsa*",
+    "id_dsa*",
+    "id_ecdsa*",
+    "id_ed25519*",
+    "*.pem",
+    "*.key",
+    "*.ppk",
+    "*.p12",
+    "*.pfx",
+    "*.jks",
+    "*.keystore",
+    "*.kdbx",
+    "*.gpg",
+    "*.tfvars",
+    "*.tfstate",
+    "kubeconfig",
+    "credentials",
+    "credentials.*",
+    ".credentials*",
+    "client_secret*",
+    "service*account*.json",
+    "secret",
+    "secrets",
+    "secret.*",
+    "secrets.*",
+    "token",
+    "token.*",
+    ".token",
+    "*.token",
+    "api_key*",
+    "apikey*",
+    "password*.txt",
+)
 _SECRET = re.compile("|".join(translate(name) for name in SECRET_NAMES), re.IGNORECASE)
 
 
@@ -153,9 +193,13 @@ def _git(folder: Path, *arguments: str) -> bytes | None:
     own = {**os.environ, "LC_ALL": "C"}
     try:
         done = subprocess.run(
-            ["git", *arguments], cwd=folder, env=own, capture_output=True, timeout=GIT_S,
+            ["git", *arguments],
+            cwd=folder,
+            env=own,
+            capture_output=True,
+            timeout=GIT_S,
             check=False,
-        )  # fmt: skip
+        )
     except FileNotFoundError as error:
         if not any((parent / ".git").exists() for parent in (folder, *folder.parents)):
             return None

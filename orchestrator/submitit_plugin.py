@@ -45,24 +45,48 @@ ONE_LOG = "STDERR_TO_STDOUT"  # a variable of the ranks; SUBMITIT_… are refuse
 RUN = "{}_run"  # the run's folder in the job's, by the job's id
 POLL_S = 0.2
 STATES = {
-    "pending": "PENDING", "starting": "RUNNING", "running": "RUNNING", "ending": "RUNNING",
-    "finished": "COMPLETED", "failed": "FAILED", "cancelled": "CANCELLED", "stopped": "CANCELLED",
+    "pending": "PENDING",
+    "starting": "RUNNING",
+    "running": "RUNNING",
+    "ending": "RUNNING",
+    "finished": "COMPLETED",
+    "failed": "FAILED",
+    "cancelled": "CANCELLED",
+    "stopped": "CANCELLED",
     "lost": "NODE_FAIL",
-}  # fmt: skip
+}
 KEYS = {
-    "ntasks_per_node": "ranks_per_node", "cpus_per_task": "cpus_per_rank", "time": "time_min",
-    "signal_delay_s": "signal_ahead_s", "setup": "preamble", **{
-        name: name for name in (
-            "nodes", "gpus_per_node", "partition", "account", "qos", "constraint", "exclude",
+    "ntasks_per_node": "ranks_per_node",
+    "cpus_per_task": "cpus_per_rank",
+    "time": "time_min",
+    "signal_delay_s": "signal_ahead_s",
+    "setup": "preamble",
+    **{
+        name: name
+        for name in (
+            "nodes",
+            "gpus_per_node",
+            "partition",
+            "account",
+            "qos",
+            "constraint",
+            "exclude",
             "exclusive",
         )
     },
-}  # fmt: skip
+}
 """Parameters of submitit's executor for SLURM, and our keys below `cluster`."""
 FLAGS = (
-    "comment", "mem_per_gpu", "mem_per_cpu", "gres", "mail_type",
-    "mail_user", "nodelist", "dependency", "wckey",
-)  # fmt: skip
+    "comment",
+    "mem_per_gpu",
+    "mem_per_cpu",
+    "gres",
+    "mail_type",
+    "mail_user",
+    "nodelist",
+    "dependency",
+    "wckey",
+)
 """Parameters that become flags of sbatch as they are."""
 NOT_OURS = {
     "cpus_per_gpu": "cpus_per_task",
@@ -351,10 +375,21 @@ class OrchestratorExecutor(SlurmExecutor):
         """
         runs = [folder / RUN.format(uuid.uuid4().hex) for _ in range(count)]
         done = subprocess.run(
-            [sys.executable, "-m", MODULE, "queue", str(self.folder), *map(str, runs), "--",
-             *self._overrides()],
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                MODULE,
+                "queue",
+                str(self.folder),
+                *map(str, runs),
+                "--",
+                *self._overrides(),
+            ],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         if done.returncode:
             raise FailedSubmissionError((done.stderr + done.stdout).strip())
         ids = [str(json.loads((run / "handle.json").read_text())["job_id"]) for run in runs]

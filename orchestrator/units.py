@@ -18,9 +18,13 @@ UNKNOWN = "unknown"
 Units = Sequence[tuple[float, str]]  # sizes and names, in order of size
 SECONDS: Units = ((1e-3, "ms"), (1.0, "s"), (60.0, "min"), (3600.0, "h"), (86400.0, "d"))
 BYTES: Units = (
-    (1.0, "B"), (2.0**10, "KiB"), (2.0**20, "MiB"), (2.0**30, "GiB"), (2.0**40, "TiB"),
+    (1.0, "B"),
+    (2.0**10, "KiB"),
+    (2.0**20, "MiB"),
+    (2.0**30, "GiB"),
+    (2.0**40, "TiB"),
     (2.0**50, "PiB"),
-)  # fmt: skip
+)
 FRACTION = re.compile(r"-?\d*\.\d+(e[+-]?\d{1,2})?")
 
 

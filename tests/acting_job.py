@@ -23,8 +23,12 @@ def _sleep_in_the_kernel():
     """Hold the interpreter while a child starts, which blocks: it opens a pipe without a writer."""
     pipe = Path(tempfile.mkdtemp(), "pipe")
     os.mkfifo(pipe)
-    os.posix_spawn("/bin/true", ["true"], os.environ,
-                   file_actions=[(os.POSIX_SPAWN_OPEN, 5, pipe, os.O_RDONLY, 0)])  # fmt: skip
+    os.posix_spawn(
+        "/bin/true",
+        ["true"],
+        os.environ,
+        file_actions=[(os.POSIX_SPAWN_OPEN, 5, pipe, os.O_RDONLY, 0)],
+    )
 
 
 def _call_another_collective():

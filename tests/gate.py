@@ -34,9 +34,17 @@ PYRIGHT = (*NICE, sys.executable, "-m", "pyright", "--pythonpath", sys.executabl
 OTHERS = (*NICE, *PYTEST, "-n", "2", "--timeout=1200", *CALM, "orchestrator")
 # Hydra 1.4 with OmegaConf 2.4, next to the pinned versions (Makefile).
 HYDRA_NEXT = (
-    *NICE, "env", f"PYTHONPATH={ROOT / '.venv' / 'hydra-1.4'}", sys.executable, "-m", "pytest",
-    "-q", "--timeout=1200", "tests/config", "tests/sweep/test_launcher_suite.py",
-)  # fmt: skip
+    *NICE,
+    "env",
+    f"PYTHONPATH={ROOT / '.venv' / 'hydra-1.4'}",
+    sys.executable,
+    "-m",
+    "pytest",
+    "-q",
+    "--timeout=1200",
+    "tests/config",
+    "tests/sweep/test_launcher_suite.py",
+)
 
 
 def main() -> int:

@@ -39,8 +39,14 @@ def make_run(path):
 
 def write_failure(run, rank, cause="ValueError: wrong", *, attempt=0, **changes):
     """Write what a rank leaves that fails by itself."""
-    failure = {"rank": rank, "node": f"node{rank}", "time": 1.0, "cause": cause, "usage": False,
-               "secondary": False}  # fmt: skip
+    failure = {
+        "rank": rank,
+        "node": f"node{rank}",
+        "time": 1.0,
+        "cause": cause,
+        "usage": False,
+        "secondary": False,
+    }
     write_json(run.failure(attempt, rank), failure | changes)
 
 

@@ -19,9 +19,13 @@ ASKED = {
 def test_it_says_and_ends_as_a_new_interpreter(tmp_path, asked):
     module, arguments = ASKED[asked]
     new = subprocess.run(
-        helpers.command(*arguments, module=module), cwd=tmp_path, env=helpers.environment(),
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        helpers.command(*arguments, module=module),
+        cwd=tmp_path,
+        env=helpers.environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     forked = helpers.call(*arguments, module=module, cwd=tmp_path)
     for name in ("returncode", "stdout", "stderr"):
         assert getattr(forked, name) == getattr(new, name)

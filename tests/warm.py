@@ -35,8 +35,15 @@ ROOT = Path(__file__).resolve().parent.parent
 PATH = f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'third_party' / 'framework'}"
 COMMANDS = ("orchestrator.launch", "orchestrator.__main__")
 TORCH = ("torch.distributed", "torch.distributed.pipelining", "orchestrator.engine.torch.framework")
-OURS = ("config.composer", "cli.start", "clusters.local.cluster", "clusters.slurm.cluster",
-        "report.compare", "cli.status", "cli.resume")  # fmt: skip
+OURS = (
+    "config.composer",
+    "cli.start",
+    "clusters.local.cluster",
+    "clusters.slurm.cluster",
+    "report.compare",
+    "cli.status",
+    "cli.resume",
+)
 NAMES = (*COMMANDS, *(f"orchestrator.{name}" for name in OURS))
 IMPORTED = {"commands": NAMES, "runs": (*NAMES, *TORCH, "orchestrator.trainer.main")}
 TRAINING = ("run", "resume", "rehearse")
@@ -51,10 +58,12 @@ def _server(kind):
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.warm", str(theirs.fileno()), kind, ROOM], cwd=ROOT,
-            stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
+            [sys.executable, "-m", "tests.warm", str(theirs.fileno()), kind, ROOM],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
             env={**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        )
 
     def end():
         mine.close()
@@ -169,10 +178,13 @@ def ranks(module, processes, folder):
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     variables = {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "GLOO_SOCKET_IFNAME": "lo",
-        "TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
-    }  # fmt: skip
+    }
 
     def rank(number):
         env = {**os.environ, **variables, "RANK": str(number), "LOCAL_RANK": str(number)}

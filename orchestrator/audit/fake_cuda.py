@@ -11,14 +11,25 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 NOTHING = (
-    "synchronize", "set_device", "empty_cache", "manual_seed", "manual_seed_all", "ipc_collect",
-    "reset_peak_memory_stats", "reset_max_memory_allocated", "init",
+    "synchronize",
+    "set_device",
+    "empty_cache",
+    "manual_seed",
+    "manual_seed_all",
+    "ipc_collect",
+    "reset_peak_memory_stats",
+    "reset_max_memory_allocated",
+    "init",
     "set_per_process_memory_fraction",
-)  # fmt: skip
+)
 ZERO = (
-    "current_device", "memory_allocated", "max_memory_allocated", "memory_reserved",
-    "max_memory_reserved", "utilization",
-)  # fmt: skip
+    "current_device",
+    "memory_allocated",
+    "max_memory_allocated",
+    "memory_reserved",
+    "max_memory_reserved",
+    "utilization",
+)
 _torch_device = torch.device
 
 

@@ -29,9 +29,17 @@ Array = npt.NDArray[np.float64]
 CLIPPED_WHILE_SCALED = "clipped before the loss scaler's scale was removed"
 RIGHT, SLOW, WRONG, UNJUDGED = "right", "slow", "wrong", "not judged"
 ROWS = (
-    "weights", "length", "gradient", "synchrony", "reductions", "clearing", "clipping",
-    "data", "layers", "environment",
-)  # fmt: skip
+    "weights",
+    "length",
+    "gradient",
+    "synchrony",
+    "reductions",
+    "clearing",
+    "clipping",
+    "data",
+    "layers",
+    "environment",
+)
 ESSENTIAL = ("weights", "length", "gradient", "synchrony", "clearing", "clipping")
 EQUAL = 1e-5
 """Weights, and lengths, that differ relatively by less are equal: float32 rounds them."""
@@ -492,9 +500,14 @@ class _Update:
     """The judgement of one update of one optimizer."""
 
     def __init__(
-        self, made: Judgement, windows: list[JudgedWindow], before: JudgedWindow | None,
-        update: int, usual: int, depth: int,
-    ) -> None:  # fmt: skip
+        self,
+        made: Judgement,
+        windows: list[JudgedWindow],
+        before: JudgedWindow | None,
+        update: int,
+        usual: int,
+        depth: int,
+    ) -> None:
         self.made, self.windows = made, windows
         self.update, self.usual, self.depth = update, usual, depth
         # Without parameters that the optimizer got since then, it cannot have been carried over.
@@ -720,11 +733,9 @@ class _Update:
         if len(signs) > 1:
             return None
         return [
-            np.array([
-                abs(r["gradient"]) / (r["elements"] if r["is_mean"] else 1.0) for r in rank
-            ])
+            np.array([abs(r["gradient"]) / (r["elements"] if r["is_mean"] else 1.0) for r in rank])
             for rank in reductions
-        ]  # fmt: skip
+        ]
 
     def _units(self, counted: str) -> list[Array]:
         """Return how many samples or tokens each micro-step has.
@@ -942,12 +953,17 @@ class _Update:
         if steps < self.usual and is_near(steps / self.usual):
             return "ragged-last-window"
         for value, fault in (
-            (steps, "undivided"), (1 / steps, "divided-twice"), (size, "sum-over-ranks"),
-            (1 / size, "averaged-twice"), (steps * size, "undivided"),
-            (1 / steps / size, "divided-twice"), (steps / size, "undivided"),
-            (self.usual, "undivided"), (1 / self.usual, "divided-twice"),
+            (steps, "undivided"),
+            (1 / steps, "divided-twice"),
+            (size, "sum-over-ranks"),
+            (1 / size, "averaged-twice"),
+            (steps * size, "undivided"),
+            (1 / steps / size, "divided-twice"),
+            (steps / size, "undivided"),
+            (self.usual, "undivided"),
+            (1 / self.usual, "divided-twice"),
             (steps / self.usual**2, "divided-twice"),
-        ):  # fmt: skip
+        ):
             if is_near(value):
                 return fault
         return None
@@ -969,10 +985,14 @@ class _Update:
         norm = float(np.linalg.norm(true))
         error = off / norm if norm else (float("inf") if off else 0.0)
         length = float(self.applied[0] @ true) / norm**2 if norm else 1.0
-        self.made.updates.append({
-            "update": self.update, "micro_steps": self.counts, "relative_error": error,
-            "length": length,
-        })  # fmt: skip
+        self.made.updates.append(
+            {
+                "update": self.update,
+                "micro_steps": self.counts,
+                "relative_error": error,
+                "length": length,
+            }
+        )
         state = RIGHT
         if off > self.tolerance * max(scale, 1e-300):
             blamed = any(
@@ -1082,13 +1102,19 @@ class _Update:
         ]
         forwards, used = self.windows[0].record["forwards"], set(rows[0])
         sizes = {len(f["rows"]) for f in forwards if f["used"]}
-        dropped = [] if self.reason else [
-            # Over as many samples of their own; others may evaluate, or give data.
-            f
-            for f in forwards
-            if not f["used"] and len(f["rows"]) in sizes and used.isdisjoint(f["rows"])
-            and True not in self.data_at.get(tuple(f["lines"]), ())
-        ]  # fmt: skip
+        dropped = (
+            []
+            if self.reason
+            else [
+                # Over as many samples of their own; others may evaluate, or give data.
+                f
+                for f in forwards
+                if not f["used"]
+                and len(f["rows"]) in sizes
+                and used.isdisjoint(f["rows"])
+                and True not in self.data_at.get(tuple(f["lines"]), ())
+            ]
+        )
         self.dropped = len(dropped)
         is_waste = all(self.data_at.get(tuple(f["lines"])) == {False} for f in dropped)
         lines = [f["lines"] for f in forwards if f["used"]]
@@ -1129,10 +1155,12 @@ class _Update:
 
 
 COUNTED = {
-    "units": "a mean over samples or tokens", "elements": "a mean over elements",
-    "rows": "a mean over samples", "samples": "a mean over samples",
+    "units": "a mean over samples or tokens",
+    "elements": "a mean over elements",
+    "rows": "a mean over samples",
+    "samples": "a mean over samples",
     "sum": "a sum over samples or tokens",
-}  # fmt: skip
+}
 
 
 def _judge_lengths(updates: Sequence[_Update]) -> None:

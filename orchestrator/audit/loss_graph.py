@@ -20,22 +20,47 @@ from torch import Tensor
 
 DDP_OUTPUTS = "_DDPSinkBackward"
 SEVERAL = "several loss terms"
-LINEAR = frozenset({
-    "MulBackward0", "MulBackward1", "DivBackward0", "DivBackward1", "NegBackward0",
-    "AddBackward0", "AddBackward1", "SubBackward0", "SubBackward1", "RsubBackward1",
-    "ToCopyBackward0", "CloneBackward0", "AliasBackward0", "ViewBackward0", "ReshapeAliasBackward0",
-    "UnsafeViewBackward0", "SqueezeBackward0", "SqueezeBackward1", "UnsqueezeBackward0",
-    "SelectBackward0", "ExpandBackward0", DDP_OUTPUTS,
-})  # fmt: skip
+LINEAR = frozenset(
+    {
+        "MulBackward0",
+        "MulBackward1",
+        "DivBackward0",
+        "DivBackward1",
+        "NegBackward0",
+        "AddBackward0",
+        "AddBackward1",
+        "SubBackward0",
+        "SubBackward1",
+        "RsubBackward1",
+        "ToCopyBackward0",
+        "CloneBackward0",
+        "AliasBackward0",
+        "ViewBackward0",
+        "ReshapeAliasBackward0",
+        "UnsafeViewBackward0",
+        "SqueezeBackward0",
+        "SqueezeBackward1",
+        "UnsqueezeBackward0",
+        "SelectBackward0",
+        "ExpandBackward0",
+        DDP_OUTPUTS,
+    }
+)
 """Nodes that pass a gradient on, times a constant, if one input alone needs a gradient."""
 DIVISIONS = frozenset({"DivBackward0", "DivBackward1"})
 MEANS = frozenset({"MeanBackward0", "MeanBackward1"})
 SUMS = frozenset({"SumBackward0", "SumBackward1"})
 NLL = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
-FUSED = frozenset({
-    "MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0", "SoftMarginLossBackward0",
-    "BinaryCrossEntropyBackward0", "BinaryCrossEntropyWithLogitsBackward0",
-})  # fmt: skip
+FUSED = frozenset(
+    {
+        "MseLossBackward0",
+        "SmoothL1LossBackward0",
+        "HuberLossBackward0",
+        "SoftMarginLossBackward0",
+        "BinaryCrossEntropyBackward0",
+        "BinaryCrossEntropyWithLogitsBackward0",
+    }
+)
 ADDITIONS = frozenset({"AddBackward0", "SubBackward0"})
 MOST_TERMS = 64
 NONE, MEAN = 0, 1  # torch's numbers of reductions
@@ -103,10 +128,13 @@ class LossGraph:
     def _to_json(self, counts: Counter[int]) -> dict[str, Any]:
         averages = [d.value for d in self.divisors if counts[id(d)] == d.value != 1]
         return {
-            "reductions": [asdict(r) for r in self.reductions], "reason": self.reason,
-            "factors": self.factors, "divisors": [d.value for d in self.divisors],
-            "averages": averages, "others": [term._to_json(counts) for term in self.others],
-        }  # fmt: skip
+            "reductions": [asdict(r) for r in self.reductions],
+            "reason": self.reason,
+            "factors": self.factors,
+            "divisors": [d.value for d in self.divisors],
+            "averages": averages,
+            "others": [term._to_json(counts) for term in self.others],
+        }
 
 
 def is_compiled(roots: Sequence[Tensor]) -> bool:

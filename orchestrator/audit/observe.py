@@ -68,13 +68,25 @@ MOST_STATE_VALUES = 1024
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 HORIZONS = (
-    "total_steps", "T_max", "T_0", "total_iters", "step_size", "step_size_up", "step_size_down",
-)  # fmt: skip
+    "total_steps",
+    "T_max",
+    "T_0",
+    "total_iters",
+    "step_size",
+    "step_size_up",
+    "step_size_down",
+)
 """Attributes of schedulers that count their steps."""
 COLLECTIVES = (
-    "allreduce", "reduce", "broadcast", "allgather", "_allgather_base", "reduce_scatter",
-    "_reduce_scatter_base", "alltoall_base",
-)  # fmt: skip
+    "allreduce",
+    "reduce",
+    "broadcast",
+    "allgather",
+    "_allgather_base",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "alltoall_base",
+)
 """Methods of process groups, through which functions of torch.distributed go, too."""
 
 
@@ -239,16 +251,22 @@ class Observer:
                 weights, window.weights, equal_nan=True
             )
             window.weights = weights
-            window.micro_steps.append({
-                "backward": self.backwards, "lines": list(self.lines_of_backward),
-                "cleared": held is None or not bool(held.detach().any()), "moved": moved,
-                "lr": [float(group["lr"]) for group in tracked.optimizer.param_groups],
-                "loss": self.loss, "state": self.state, "fetched": self.fetched,
-                "quiet": any(not ddp.require_backward_grad_sync for ddp in self.wrapped),
-                "other_updates": [
-                    other.updates for other in self.optimizers.values() if other is not tracked
-                ],
-            })  # fmt: skip
+            window.micro_steps.append(
+                {
+                    "backward": self.backwards,
+                    "lines": list(self.lines_of_backward),
+                    "cleared": held is None or not bool(held.detach().any()),
+                    "moved": moved,
+                    "lr": [float(group["lr"]) for group in tracked.optimizer.param_groups],
+                    "loss": self.loss,
+                    "state": self.state,
+                    "fetched": self.fetched,
+                    "quiet": any(not ddp.require_backward_grad_sync for ddp in self.wrapped),
+                    "other_updates": [
+                        other.updates for other in self.optimizers.values() if other is not tracked
+                    ],
+                }
+            )
             window.columns.append(np.zeros(tracked.values))
         if gradient.is_sparse or type(gradient) is not Tensor:
             _note(window.reasons, f"a gradient is a {type(gradient).__name__}, not dense")
@@ -437,16 +455,26 @@ class Observer:
         self.data.flush()
         steps = [{**step, "loss": step["loss"].to_json()} for step in window.micro_steps]
         self._write(
-            update=tracked.updates, optimizer=tracked.index, offset=offset, values=tracked.values,
-            micro_steps=steps, clips=window.clips, clipped=window.before_clip is not None,
-            schedules=window.schedules, scale=window.scale, reasons=window.reasons,
-            weights_sha256=hashlib.sha256(weights.tobytes()).hexdigest(), at=self.backwards,
-            forwards=window.forwards, collectives=window.collectives,
-            horizons=sorted(tracked.horizons), wrapped=bool(self.wrapped),
+            update=tracked.updates,
+            optimizer=tracked.index,
+            offset=offset,
+            values=tracked.values,
+            micro_steps=steps,
+            clips=window.clips,
+            clipped=window.before_clip is not None,
+            schedules=window.schedules,
+            scale=window.scale,
+            reasons=window.reasons,
+            weights_sha256=hashlib.sha256(weights.tobytes()).hexdigest(),
+            at=self.backwards,
+            forwards=window.forwards,
+            collectives=window.collectives,
+            horizons=sorted(tracked.horizons),
+            wrapped=bool(self.wrapped),
             gradient_bytes=sum(p.numel() * p.element_size() for p in tracked.parameters),
             dtypes=sorted({str(p.dtype) for p in tracked.parameters}),
             grouped=dist.is_available() and dist.is_initialized(),
-        )  # fmt: skip
+        )
         tracked.window = ObservedWindow()
         tracked.updates += 1
         self.forwards = []
@@ -517,10 +545,14 @@ class Observer:
         random = hashlib.sha256(state).hexdigest()[:16]
         self.forward_count += 1
         forward: dict[str, Any] = {
-            "number": self.forward_count, "before": self.backwards + 1, "rows": [],
-            "random": random, "used": False, "data": None,
+            "number": self.forward_count,
+            "before": self.backwards + 1,
+            "rows": [],
+            "random": random,
+            "used": False,
+            "data": None,
             "lines": script_lines(inspect.currentframe()),
-        }  # fmt: skip
+        }
         for forwards in (self.forwards, *(t.window.forwards for t in self.optimizers.values())):
             forwards.append(forward)
         self._note_rows(inputs)
@@ -571,9 +603,11 @@ class Observer:
         if isinstance(tensor, Tensor) and tensor.is_floating_point():
             self.events += 1
             event = {
-                "kind": kind, "bytes": tensor.numel() * tensor.element_size(),
-                "backward": self.backwards, "event": self.events,
-            }  # fmt: skip
+                "kind": kind,
+                "bytes": tensor.numel() * tensor.element_size(),
+                "backward": self.backwards,
+                "event": self.events,
+            }
             for tracked in self.optimizers.values():
                 tracked.window.collectives.append(event)
 
@@ -591,16 +625,19 @@ class Observer:
         self.ended = True
         self.recorder.stop()
         self._write(
-            end=why, backwards=self.backwards, loaders=self.loaders,
+            end=why,
+            backwards=self.backwards,
+            loaders=self.loaders,
             probes=[probe.to_json() for probes in self.probes.values() for probe in probes],
             processes=self.processes,
             layers={**self.layers, "norms": sorted(self.layers["norms"])},
             environment={
-                "torch": torch.__version__, "python": sys.version.split()[0],
+                "torch": torch.__version__,
+                "python": sys.version.split()[0],
                 "threads": torch.get_num_threads(),
                 "deterministic": torch.are_deterministic_algorithms_enabled(),
             },
-        )  # fmt: skip
+        )
         (self.folder / f"done-{self.rank:05d}").touch()
 
     def _leave(self) -> None:

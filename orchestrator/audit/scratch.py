@@ -21,9 +21,15 @@ from typing import Any
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _CHANGES = frozenset({"os.link", "os.mkdir", "os.remove", "os.rename", "os.symlink"})
 """Events whose first arguments are paths in a folder that changes."""
-_CHANGES_ITSELF = frozenset({
-    "os.chdir", "os.rmdir", "os.truncate", "shutil.rmtree", "sqlite3.connect",
-})  # fmt: skip
+_CHANGES_ITSELF = frozenset(
+    {
+        "os.chdir",
+        "os.rmdir",
+        "os.truncate",
+        "shutil.rmtree",
+        "sqlite3.connect",
+    }
+)
 """Events whose first argument is a path that changes, or that paths are then relative to."""
 _EXCHANGE = 2  # of renameat2, which exchanges two names at once
 _AT_FDCWD = -100

@@ -41,12 +41,39 @@ SAME = 1e-6
 QUICK_S = 0.1
 """A replay that takes longer is repeated for fewer samples."""
 MANY, FEW = 8, 3
-SELECTIONS = frozenset({
-    "index", "index_select", "select", "slice", "narrow", "split", "split_with_sizes", "unbind",
-    "stack", "cat", "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "permute", "t",
-    "transpose", "clone", "_to_copy", "alias", "detach", "lift_fresh", "expand", "as_strided",
-    "unfold", "gather", "take", "chunk",
-})  # fmt: skip
+SELECTIONS = frozenset(
+    {
+        "index",
+        "index_select",
+        "select",
+        "slice",
+        "narrow",
+        "split",
+        "split_with_sizes",
+        "unbind",
+        "stack",
+        "cat",
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "unsqueeze",
+        "squeeze",
+        "permute",
+        "t",
+        "transpose",
+        "clone",
+        "_to_copy",
+        "alias",
+        "detach",
+        "lift_fresh",
+        "expand",
+        "as_strided",
+        "unfold",
+        "gather",
+        "take",
+        "chunk",
+    }
+)
 """Operations after which data are still data: they choose and arrange, and compute nothing."""
 ARITHMETIC = frozenset({"add", "sub", "rsub", "mul", "div", "pow", "add_", "sub_", "mul_", "div_"})
 ESCAPES = ("numpy", "__array__", "tolist")

@@ -100,18 +100,28 @@ class Audit:
     def to_json(self) -> dict[str, Any]:
         made = self.judgement
         return {
-            "ranks": self.ranks, "steps": self.steps, "state": self.state, "reason": self.reason,
-            "notes": self.notes, "faults": made.faults if made else [],
+            "ranks": self.ranks,
+            "steps": self.steps,
+            "state": self.state,
+            "reason": self.reason,
+            "notes": self.notes,
+            "faults": made.faults if made else [],
             "rows": {row: made.state(row) for row in ROWS} if made else {},
             "findings": [asdict(f) for f in made.findings] if made else [],
             "updates": made.updates if made else [],
-        }  # fmt: skip
+        }
 
 
 def audit(
-    overrides: Sequence[str], program: Sequence[str], *, steps: str | None, updates: int | None,
-    fake_cuda: bool, output: OutputOptions, strict: bool = False,
-) -> tuple[list[Audit], int]:  # fmt: skip
+    overrides: Sequence[str],
+    program: Sequence[str],
+    *,
+    steps: str | None,
+    updates: int | None,
+    fake_cuda: bool,
+    output: OutputOptions,
+    strict: bool = False,
+) -> tuple[list[Audit], int]:
     """Audit a script, or a job class where `program` is empty; return the exit code, too.
 
     Args:
@@ -152,9 +162,15 @@ def audit(
 
 
 def _run(
-    overrides: Sequence[str], program: Sequence[str], added: Sequence[str], updates: int | None,
-    folder: Path, output: OutputOptions, *, fake: bool,
-) -> tuple[Audit, int]:  # fmt: skip
+    overrides: Sequence[str],
+    program: Sequence[str],
+    added: Sequence[str],
+    updates: int | None,
+    folder: Path,
+    output: OutputOptions,
+    *,
+    fake: bool,
+) -> tuple[Audit, int]:
     given = {key_of(one) for one in overrides}
     line = [one for one in DEFAULTS if key_of(one) not in given]
     line += [*overrides, *OURS, f"run.dir={literally(str(folder / 'run'))}"]
@@ -323,9 +339,11 @@ def print_audit(made: Audit, console: Console) -> None:
         updates = sorted({f.update for f in here if f.update is not None})
         text = texts[0] if texts else ""
         table.add_row(
-            literal(SIGNS[state], console, STYLES[state]), row, literal(text, console),
+            literal(SIGNS[state], console, STYLES[state]),
+            row,
+            literal(text, console),
             ", ".join(spans(updates)),
-        )  # fmt: skip
+        )
     console.print(table)
     for fault in found.faults:
         known = FAULTS[fault]

@@ -37,10 +37,20 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.snapshot import PACKAGE, is_in_interpreter, is_installed, python_files
 
 INPUTS = "inputs"  # in submission.json
-DYNAMIC_IMPORTS = frozenset({
-    "__import__", "exec", "get_class", "import_module", "instantiate", "iter_modules",
-    "run_module", "run_path", "spec_from_file_location", "walk_packages",
-})  # fmt: skip
+DYNAMIC_IMPORTS = frozenset(
+    {
+        "__import__",
+        "exec",
+        "get_class",
+        "import_module",
+        "instantiate",
+        "iter_modules",
+        "run_module",
+        "run_path",
+        "spec_from_file_location",
+        "walk_packages",
+    }
+)
 """Calls that import what the source does not name."""
 PACKAGES = ("cluster-orchestrator", "torch", "mindspore", "numpy")
 MOST_FILES = 10_000

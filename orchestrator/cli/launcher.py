@@ -50,10 +50,14 @@ class Launcher:
         environment["PYTHONPATH"] = os.pathsep.join(_own_paths())
         try:
             self._process = subprocess.Popen(  # our own command
-                [sys.executable, "-m", *arguments], stdin=subprocess.DEVNULL,
-                stdout=self._printed, stderr=self._printed, pass_fds=[its_end], env=environment,
+                [sys.executable, "-m", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=self._printed,
+                stderr=self._printed,
+                pass_fds=[its_end],
+                env=environment,
                 start_new_session=True,
-            )  # fmt: skip
+            )
         finally:
             os.close(its_end)
         # Whoever starts it need not wait for it: it must not stay as a zombie then.

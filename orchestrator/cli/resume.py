@@ -241,8 +241,9 @@ def refuse_another_plan(
             )
     step = max(1, common // MOST_UPDATES)
     for update in sorted({*range(0, common, step), *range(common)[-1:]}):
-        rates = [plan.rates.schedule.learning_rate(update)
-                 for plan in (old, new) if plan.rates.schedule]  # fmt: skip
+        rates = [
+            plan.rates.schedule.learning_rate(update) for plan in (old, new) if plan.rates.schedule
+        ]
         if len(set(rates)) > 1:
             of_schedule = [c.text for c in made if c.key.startswith("schedule.")]
             why = f"{' and '.join(of_schedule)} would change it"
@@ -319,9 +320,9 @@ class Resumption:
             of = "" if total is None else f" of {format_count(total)}"
             where = f"going on after update {format_count(self.done)}{of}"
         ranks = f"{plural(self.plan.ranks, 'rank')} on {plural(self.plan.nodes, 'node')}"
-        return ", ".join([
-            where, ranks, *(f"{c.text} (was {_shown(c.before)})" for c in self.changes)
-        ])  # fmt: skip
+        return ", ".join(
+            [where, ranks, *(f"{c.text} (was {_shown(c.before)})" for c in self.changes)]
+        )
 
 
 def resumption(

@@ -244,9 +244,13 @@ def prepared_run(
                     None if isinstance(plan, ProgramPlan) else plan.branch, run
                 )
                 submission = {
-                    "time": time.time(), "command": sys.argv, "overrides": list(overrides),
-                    "flags": list(flags), "folder": str(Path.cwd()), **cluster.placed,
-                }  # fmt: skip
+                    "time": time.time(),
+                    "command": sys.argv,
+                    "overrides": list(overrides),
+                    "flags": list(flags),
+                    "folder": str(Path.cwd()),
+                    **cluster.placed,
+                }
                 if paths := [e for e in os.environ.get(PYTHONPATH, "").split(os.pathsep) if e]:
                     submission[PYTHONPATH] = paths
                 noted = {**(notes or {INPUTS: inputs_of(config)}), **labels_of(config)}

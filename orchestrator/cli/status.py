@@ -92,9 +92,22 @@ def statuses(runs: Iterable[RunDir]) -> tuple[list[RunStatus], list[str]]:
 
 
 STATUS_FIELDS = (
-    "state", "cluster", "job_id", "nodes", "updates", "total", "loss", "learning_rate",
-    "samples_per_second", "seconds_left", "attempts", "restarts", "lost_updates", "tags", "note",
-)  # fmt: skip
+    "state",
+    "cluster",
+    "job_id",
+    "nodes",
+    "updates",
+    "total",
+    "loss",
+    "learning_rate",
+    "samples_per_second",
+    "seconds_left",
+    "attempts",
+    "restarts",
+    "lost_updates",
+    "tags",
+    "note",
+)
 """Of `RunStatus`, that may be columns of `status`."""
 
 

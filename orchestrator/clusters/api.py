@@ -66,9 +66,13 @@ class Request:
         `rundir.outcome.read_outcome` then gives the attempt's outcome.
         """
         return [
-            sys.executable, "-m", "orchestrator.agent.node", str(self.run),
-            "--attempt", str(self.attempt),
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "orchestrator.agent.node",
+            str(self.run),
+            "--attempt",
+            str(self.attempt),
+        ]
 
     def node_environment(self, index: int, names: Sequence[str], address: str) -> dict[str, str]:
         """Return the environment of node `index`, for `node_command`.

@@ -211,12 +211,14 @@ class Plan:
         stages: list[dict[str, Any]] = []
         for update, global_batch in self.order.batch_schedule:
             steps = later_batch(self.batch, global_batch, self.ranks).steps
-            stages.append({
-                "update": update,
-                "global_batch": global_batch,
-                "micro_steps": steps and min(steps, -(-global_batch // self.ranks)),
-                "learning_rate_peak": schedule and schedule.peak_at(update),
-            })  # fmt: skip
+            stages.append(
+                {
+                    "update": update,
+                    "global_batch": global_batch,
+                    "micro_steps": steps and min(steps, -(-global_batch // self.ranks)),
+                    "learning_rate_peak": schedule and schedule.peak_at(update),
+                }
+            )
         return stages
 
     def to_json(self) -> dict[str, Any]:

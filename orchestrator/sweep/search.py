@@ -620,14 +620,16 @@ class Searcher:
         trials: list[dict[str, Any]] = []
         for trial in self._trials():
             folder = self._folders.get(trial.number)
-            trials.append({
-                "number": trial.number,
-                "state": STATES.get(trial.state.name, "open"),
-                "value": trial.value if trial.state is TrialState.COMPLETE else None,
-                "point": [a.text(trial.params[a.key]).lstrip("+") for a in search.space.axes],
-                "folder": folder.name if folder is not None else None,
-                "why": trial.user_attrs.get(WHY),
-            })  # fmt: skip
+            trials.append(
+                {
+                    "number": trial.number,
+                    "state": STATES.get(trial.state.name, "open"),
+                    "value": trial.value if trial.state is TrialState.COMPLETE else None,
+                    "point": [a.text(trial.params[a.key]).lstrip("+") for a in search.space.axes],
+                    "folder": folder.name if folder is not None else None,
+                    "why": trial.user_attrs.get(WHY),
+                }
+            )
         sign = -1 if search.maximize else 1
         known = [(sign * row["value"], row["number"]) for row in trials if row["value"] is not None]
         line = search.composer.line

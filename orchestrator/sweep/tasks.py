@@ -34,13 +34,30 @@ CELL = "cell"  # in submission.json
 POINTS = "points"  # there, too: how many the command had for this folder
 # Sections and keys that say where, when and how long to wait: a result does not depend on them.
 IRRELEVANT_KEYS = (
-    "run.", "sweep.", "facts.", "tracker.", "notify.", "cluster.partition.", "cluster.account.",
-    "cluster.qos.", "cluster.exclude.", "cluster.memory_gib.", "cluster.time_min.",
-    "cluster.signal_ahead_s.", "cluster.requeue.",
-    "cluster.allocation.", "cluster.exclusive.", "cluster.slurm_conf.", "cluster.slurm_flags.",
-    "cluster.srun_flags.", "cluster.interface.", "cluster.rendezvous_timeout_s.",
-    "cluster.collective_timeout_s.", "cluster.heartbeat_timeout_s.", "cluster.hang_timeout_s.",
-)  # fmt: skip
+    "run.",
+    "sweep.",
+    "facts.",
+    "tracker.",
+    "notify.",
+    "cluster.partition.",
+    "cluster.account.",
+    "cluster.qos.",
+    "cluster.exclude.",
+    "cluster.memory_gib.",
+    "cluster.time_min.",
+    "cluster.signal_ahead_s.",
+    "cluster.requeue.",
+    "cluster.allocation.",
+    "cluster.exclusive.",
+    "cluster.slurm_conf.",
+    "cluster.slurm_flags.",
+    "cluster.srun_flags.",
+    "cluster.interface.",
+    "cluster.rendezvous_timeout_s.",
+    "cluster.collective_timeout_s.",
+    "cluster.heartbeat_timeout_s.",
+    "cluster.hang_timeout_s.",
+)
 
 
 def notes_of(config: Config, overrides: tuple[str, ...]) -> dict[str, Any]:
@@ -150,11 +167,14 @@ def tasks_of(points: Sequence[Point], *, force: bool = False) -> list[PointTask]
         ]
         tasks = [
             _task_of_point(
-                point, by_folder.get(point.folder), known.get(point.identity, (None, {}))[1], now,
+                point,
+                by_folder.get(point.folder),
+                known.get(point.identity, (None, {}))[1],
+                now,
                 force=force,
             )
             for point, now in zip(placed, made, strict=True)
-        ]  # fmt: skip
+        ]
     for point, task in zip(placed, tasks, strict=True):
         if task.action is Action.IN_PROGRESS and (task.changed or force):
             state = by_folder[point.folder].state

@@ -37,9 +37,14 @@ WAIT_S = 120.0
 LAUNCHER_GONE_S = 15.0
 SILENT_S = 10 * INTERVAL_S
 TRAINED = (
-    "job._target_=orchestrator.testing.trial_job.LineJob", "job.pause_s=0.05", "tracker=none",
-    "transport=gloo", "accumulation.global_batch=8", "accumulation.steps=2", "train.updates=100000",
-)  # fmt: skip
+    "job._target_=orchestrator.testing.trial_job.LineJob",
+    "job.pause_s=0.05",
+    "tracker=none",
+    "transport=gloo",
+    "accumulation.global_batch=8",
+    "accumulation.steps=2",
+    "train.updates=100000",
+)
 
 
 class Started:
@@ -64,8 +69,11 @@ class Started:
         with self._output.open("ab") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],
-                stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
+                stdout=output,
+                stderr=output,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
 
     def resume(self, *overrides: str) -> None:
         """Start it again, with the same output."""
@@ -76,8 +84,10 @@ class Started:
         arguments = ["orchestrator", "cancel", *options, str(self.run.path)]
         subprocess.run(
             [sys.executable, "-m", *arguments],
-            check=True, timeout=WAIT_S, stdout=subprocess.DEVNULL,
-        )  # fmt: skip
+            check=True,
+            timeout=WAIT_S,
+            stdout=subprocess.DEVNULL,
+        )
 
     @property
     def output(self) -> str:

@@ -36,9 +36,16 @@ LOST_AFTER_S = 3.0
 
 
 DTYPES = (
-    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32,
-    torch.uint8, torch.complex64, torch.complex128,
-)  # fmt: skip
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.complex64,
+    torch.complex128,
+)
 SAMPLES = 13
 
 

@@ -136,10 +136,26 @@ def root(model, teacher, x, y, mask, weight, total):
     return plain_mean(model, teacher, x, y, mask, weight, total).sqrt()
 
 
-LOSSES = {f.__name__: f for f in (
-    token_mean, micro_mean, plain_mean, normalised, normalised_by_number, weighted, advantages,
-    other_keys, distilled, two_terms, mean_and_sum, decayed, decayed_mean, decayed_sum, root,
-)}  # fmt: skip
+LOSSES = {
+    f.__name__: f
+    for f in (
+        token_mean,
+        micro_mean,
+        plain_mean,
+        normalised,
+        normalised_by_number,
+        weighted,
+        advantages,
+        other_keys,
+        distilled,
+        two_terms,
+        mean_and_sum,
+        decayed,
+        decayed_mean,
+        decayed_sum,
+        root,
+    )
+}
 RIGHT_LOSSES = ("plain_mean", "weighted", "distilled", "two_terms", "decayed_mean")
 
 

@@ -19,16 +19,46 @@ from torch.utils.checkpoint import checkpoint
 
 STEPS, MICRO_BATCH, IGNORED = 3, 2, -100
 FAULTS = (
-    "none", "not-cleared", "cleared-each-micro-step", "undivided", "divided-twice",
-    "ragged-last-window", "padded-tokens", "mean-of-means-over-ranks", "not-reduced",
-    "reduced-each-micro-step", "last-micro-step-only", "same-data", "clipped-before-reduction",
-    "clipped-each-micro-step", "fewer-micro-steps", "cleared-early",
-)  # fmt: skip
+    "none",
+    "not-cleared",
+    "cleared-each-micro-step",
+    "undivided",
+    "divided-twice",
+    "ragged-last-window",
+    "padded-tokens",
+    "mean-of-means-over-ranks",
+    "not-reduced",
+    "reduced-each-micro-step",
+    "last-micro-step-only",
+    "same-data",
+    "clipped-before-reduction",
+    "clipped-each-micro-step",
+    "fewer-micro-steps",
+    "cleared-early",
+)
 RIGHT = (
-    "sum", "weighted-mean", "no-sync", "scaler", "autocast", "frozen", "shared", "two-optimizers",
-    "clip", "schedule", "by-hand", "closure", "drop-last", "warm-up", "norm-only", "clip-parts",
-    "schedule-each-micro-step", "discarded-forward", "evaluates", "positions-first", "reentrant",
-)  # fmt: skip
+    "sum",
+    "weighted-mean",
+    "no-sync",
+    "scaler",
+    "autocast",
+    "frozen",
+    "shared",
+    "two-optimizers",
+    "clip",
+    "schedule",
+    "by-hand",
+    "closure",
+    "drop-last",
+    "warm-up",
+    "norm-only",
+    "clip-parts",
+    "schedule-each-micro-step",
+    "discarded-forward",
+    "evaluates",
+    "positions-first",
+    "reentrant",
+)
 ALSO = {"cleared-early": "cleared-each-micro-step"}
 """Faults that the audit gives the name of another."""
 NOT_WRONG = (
@@ -94,9 +124,14 @@ def train(fault, epochs, rank, size):
     if fault == "frozen":
         inner.embed.weight.requires_grad_(False)
     by_hand = fault in (
-        "by-hand", "clipped-before-reduction", "fewer-micro-steps", "reentrant", "two-losses",
-        "bare-dropout", "sharpness-aware",
-    )  # fmt: skip
+        "by-hand",
+        "clipped-before-reduction",
+        "fewer-micro-steps",
+        "reentrant",
+        "two-losses",
+        "bare-dropout",
+        "sharpness-aware",
+    )
     if size > 1 and fault != "not-reduced" and not by_hand:
         model = DistributedDataParallel(model)
     parameters = [p for p in inner.parameters() if p.requires_grad]

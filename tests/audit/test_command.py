@@ -114,10 +114,19 @@ open("inner.txt", "w").close()
 def test_a_script_that_writes_leaves_what_was_there_as_it_was(tmp_path):
     (tmp_path / "train.py").write_text(WRITER)
     names = (
-        "log.txt", "saved/model.pt", "saved/old.txt", "saved/deep/model.safetensors",
-        "saved/deep/data/data.txt", "removed/data.txt", "emptied.txt", "linked/data.txt",
-        "beside.txt", "entered/inner.txt", "base.db", "train.py",
-    )  # fmt: skip
+        "log.txt",
+        "saved/model.pt",
+        "saved/old.txt",
+        "saved/deep/model.safetensors",
+        "saved/deep/data/data.txt",
+        "removed/data.txt",
+        "emptied.txt",
+        "linked/data.txt",
+        "beside.txt",
+        "entered/inner.txt",
+        "base.db",
+        "train.py",
+    )
     (tmp_path / "base.db").touch()
     (tmp_path / "large.bin").touch()
     os.truncate(tmp_path / "large.bin", 2**30 + 1)  # too large for a copy

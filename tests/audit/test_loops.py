@@ -21,9 +21,13 @@ from tests.audit import drawn, kinds, loop
 from tests.audit.observed import NAMES
 
 NEED_RANKS = {
-    "mean-of-means-over-ranks", "not-reduced", "reduced-each-micro-step", "same-data",
-    "clipped-before-reduction", "fewer-micro-steps",
-}  # fmt: skip
+    "mean-of-means-over-ranks",
+    "not-reduced",
+    "reduced-each-micro-step",
+    "same-data",
+    "clipped-before-reduction",
+    "fewer-micro-steps",
+}
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -14,10 +14,15 @@ def test_all_contenders_make_the_same_updates():
     with loopback(2) as link:
         found = on_ranks(
             link,
-            {"kind": "losses", "net": "digits", "leaves": [6], "updates": 4,
-             "contenders": [name for name in ALL if missing(name) is None]},
+            {
+                "kind": "losses",
+                "net": "digits",
+                "leaves": [6],
+                "updates": 4,
+                "contenders": [name for name in ALL if missing(name) is None],
+            },
             timeout_s=120,
-        )  # fmt: skip
+        )
     curves = {row["name"]: row["losses"] for row in found["rows"]}
     assert set(curves) >= {"ours", "ours, reproducible", "DDP + no_sync", "DDP plain", "FSDP2"}
     first, *_, last = curves["ours"]
@@ -31,10 +36,17 @@ def test_collectives_and_bytes_of_an_update_are_counted():
     with loopback(2) as link:
         found = on_ranks(
             link,
-            {"kind": "times", "net": "digits", "contenders": ["ours", "DDP + no_sync", "DDP plain"],
-             "reference": "DDP + no_sync", "leaves": [6], "repetitions": [3, 3], "budget_s": 0.0},
+            {
+                "kind": "times",
+                "net": "digits",
+                "contenders": ["ours", "DDP + no_sync", "DDP plain"],
+                "reference": "DDP + no_sync",
+                "leaves": [6],
+                "repetitions": [3, 3],
+                "budget_s": 0.0,
+            },
             timeout_s=120,
-        )  # fmt: skip
+        )
     assert found["parameters"] == PARAMETERS
     rows = {row["name"]: row for row in found["rows"]}
     assert rows["ours"]["collectives"] == 1
@@ -62,9 +74,14 @@ def test_a_boundary_is_timed_without_the_optimizers_step():
 
 def test_checks_that_need_no_gpu_pass_over_gloo():
     names = [
-        "versions", "binding", "late rank", "same bits", "late results", "lost rank",
+        "versions",
+        "binding",
+        "late rank",
+        "same bits",
+        "late results",
+        "lost rank",
         "fully sharded",
-    ]  # fmt: skip
+    ]
     rows = gpu_check.run_checks("gloo", 2, [*names, "silent micro steps"])
     results = {row["check"]: row["result"] for row in rows}
     assert results == {**dict.fromkeys(names, "pass"), "silent micro steps": "skip"}, rows

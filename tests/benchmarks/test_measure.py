@@ -53,9 +53,12 @@ def test_a_contender_that_is_not_installed_says_so_in_its_row():
     row |= {"why": ""}
     absent = {"name": "torchft", "kills": 0, "useful": None, "equal": "-", "why": "not installed"}
     cost = {"name": survive.WITH, "ratio": spread}
-    text = survive.body({
-        "cost": {key: [cost] for key in ("seconds", "processor")},
-        "losses": dict.fromkeys(("noticed", "back", "lost"), spread), "goodput": [row, absent],
-    })  # fmt: skip
+    text = survive.body(
+        {
+            "cost": {key: [cost] for key in ("seconds", "processor")},
+            "losses": dict.fromkeys(("noticed", "back", "lost"), spread),
+            "goodput": [row, absent],
+        }
+    )
     assert "| ours | 3 | 90.0% | 0.30 | 1 of 1 runs |" in text
     assert "| torchft | 0 | not installed | - | - |" in text

@@ -22,17 +22,26 @@ def test_a_page_is_that_of_its_result(result):
 
 def _row(name, ratio, *, steps=1, q1=None, seconds=0.01):
     return {
-        "net": "mlp", "ranks": 2, "link": "loopback", "steps": steps, "name": name,
-        "spread": {"median": seconds}, "collectives": 1, "bytes": 4100.0,
+        "net": "mlp",
+        "ranks": 2,
+        "link": "loopback",
+        "steps": steps,
+        "name": name,
+        "spread": {"median": seconds},
+        "collectives": 1,
+        "bytes": 4100.0,
         "ratio": {"median": ratio, "q1": ratio if q1 is None else q1, "q3": ratio},
-    }  # fmt: skip
+    }
 
 
 def _peers(times, missing=None):
     return {
-        "times": times, "reference": "DDP + no_sync", "contenders": ["ours", "Accelerate"],
-        "missing": missing or {}, "parameters": {"mlp": 1000},
-    }  # fmt: skip
+        "times": times,
+        "reference": "DDP + no_sync",
+        "contenders": ["ours", "Accelerate"],
+        "missing": missing or {},
+        "parameters": {"mlp": 1000},
+    }
 
 
 def test_a_contender_that_is_not_installed_is_a_row_that_says_so():

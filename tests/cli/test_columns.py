@@ -7,9 +7,14 @@ import pytest
 from tests.helpers import LIGHT, SMALL, call, verb
 
 COMMON = (
-    LIGHT, SMALL, "cluster.nodes=1", "train.evaluate_every=2", "accumulation.global_batch=24",
-    "accumulation.steps=2", "tracker=none",
-)  # fmt: skip
+    LIGHT,
+    SMALL,
+    "cluster.nodes=1",
+    "train.evaluate_every=2",
+    "accumulation.global_batch=24",
+    "accumulation.steps=2",
+    "tracker=none",
+)
 
 
 @pytest.fixture(scope="module")

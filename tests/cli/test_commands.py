@@ -22,17 +22,32 @@ from tests.helpers import ROOT, environment
 VERBS = typer.main.get_command(app).commands
 ACTS = {
     "new": "it writes a folder",
-    "launch": "its last lines are the run's", "run": "the same", "resume": "the same",
-    "attach": "the same", "logs": "a program's own lines", "cancel": "a sentence",
-    "report": "it has --format json", "export": "it writes a file",
-}  # fmt: skip
-TRIAL = {"number": 0, "state": "complete", "value": 0.5, "point": ["job.x='a=b'"], "folder": "0",
-         "why": None}  # fmt: skip
+    "launch": "its last lines are the run's",
+    "run": "the same",
+    "resume": "the same",
+    "attach": "the same",
+    "logs": "a program's own lines",
+    "cancel": "a sentence",
+    "report": "it has --format json",
+    "export": "it writes a file",
+}
+TRIAL = {
+    "number": 0,
+    "state": "complete",
+    "value": 0.5,
+    "point": ["job.x='a=b'"],
+    "folder": "0",
+    "why": None,
+}
 FOUND = {
-    "search": "tpe", "objective": "loss", "maximize": False, "wanted": 2, "best": 0,
+    "search": "tpe",
+    "objective": "loss",
+    "maximize": False,
+    "wanted": 2,
+    "best": 0,
     "trials": [TRIAL, TRIAL | {"number": 1, "state": "failed", "value": None, "folder": None}],
     "line": {"overrides": [], "config_dir": None, "config_name": "config", "folder": "/"},
-}  # fmt: skip
+}
 CODES = {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
 
 
@@ -110,11 +125,16 @@ def test_what_is_no_terminal_gets_no_colours(here, made, words):
 @pytest.mark.parametrize(
     ("words", "code"),
     [
-        ([], 0), (["status"], 0), (["compare", "runs/one", "runs/one"], 2), (["status", "x"], 2),
-        (["plan", "accumulation.steps=0"], 2), (["logs"], 2), (["nonsense"], 2),
+        ([], 0),
+        (["status"], 0),
+        (["compare", "runs/one", "runs/one"], 2),
+        (["status", "x"], 2),
+        (["plan", "accumulation.steps=0"], 2),
+        (["logs"], 2),
+        (["nonsense"], 2),
         (["plan", f"--config-dir={'x' * 300}"], 2),
     ],
-)  # fmt: skip
+)
 def test_exit_codes_are_as_documented(here, made, words, code):
     made("runs/one")
     assert here.invoke(app, words).exit_code == code
@@ -143,12 +163,15 @@ def test_the_installed_command_finds_a_job_where_one_stands_as_python_does(safe,
     script = str(Path(sys.executable).with_name("orchestrator"))
     said = [
         subprocess.run(
-            [*command, "plan", "job._target_=own.Digits", "train.updates=3"], cwd=tmp_path,
-            env=environment(**{"PYTHONSAFEPATH": "1"} if safe else {}), capture_output=True,
-            text=True, check=False,
+            [*command, "plan", "job._target_=own.Digits", "train.updates=3"],
+            cwd=tmp_path,
+            env=environment(**{"PYTHONSAFEPATH": "1"} if safe else {}),
+            capture_output=True,
+            text=True,
+            check=False,
         )
         for command in ([script], [sys.executable, "-m", "orchestrator"])
-    ]  # fmt: skip
+    ]
     assert {done.returncode for done in said} == {2 if safe else 0}, said
     assert len({done.stdout for done in said}) == 1
     assert all(("no module 'own'" in done.stderr) is safe for done in said)
@@ -169,8 +192,12 @@ def script(tmp_path):
 def test_a_reader_that_goes_away_ends_a_command_without_a_word(script, command):
     done = subprocess.run(
         ["bash", "-c", f"{script} {command} | head -c 1"],
-        env=environment(), capture_output=True, text=True, check=False, timeout=100,
-    )  # fmt: skip
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
     assert (len(done.stdout), done.stderr) == (1, "")
 
 
@@ -179,10 +206,14 @@ def test_closed_streams_change_no_exit_code(script, tmp_path, command):
     codes = {
         subprocess.run(
             ["bash", "-c", f"{script} {command} {closed}"],
-            cwd=tmp_path, env=environment(), capture_output=True, check=False, timeout=100,
+            cwd=tmp_path,
+            env=environment(),
+            capture_output=True,
+            check=False,
+            timeout=100,
         ).returncode
         for closed in ("", "<&- >&-", ">&- 2>&-")
-    }  # fmt: skip
+    }
     assert codes == {2 if "=x" in command else 0}
 
 
@@ -191,6 +222,9 @@ def test_a_reader_that_goes_away_before_the_start_leaves_no_folder(script, tmp_p
     line = f"{script} launch run.dir={tmp_path}/run train.updates=1 {more}"
     done = subprocess.run(
         ["bash", "-c", f"{line} | true"],
-        env=environment(), capture_output=True, check=False, timeout=100,
-    )  # fmt: skip
+        env=environment(),
+        capture_output=True,
+        check=False,
+        timeout=100,
+    )
     assert not (tmp_path / "run").exists(), done.stderr

@@ -21,9 +21,13 @@ def in_bash(folder, *words):
     printf '%s\\n' "${{COMPREPLY[@]}}"
     """
     done = subprocess.run(
-        ["bash", "-c", script], capture_output=True, text=True, check=True, cwd=folder,
+        ["bash", "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=folder,
         env=environment(),
-    )  # fmt: skip
+    )
     return done.stdout.split()
 
 
@@ -49,8 +53,9 @@ def test_keys_their_choices_and_groups(folder):
     keys = in_bash(folder, "orchestrator", "launch", "accumulation.micro")
     assert keys == ["accumulation.micro_batch=", "accumulation.micro_tokens="]
     assert in_bash(folder, "orchestrator", "launch", "train.prec")[:2] == [
-        "train.precision=float32", "train.precision=bfloat16",
-    ]  # fmt: skip
+        "train.precision=float32",
+        "train.precision=bfloat16",
+    ]
     assert in_bash(folder, "orchestrator", "launch", "train.precision", "=", "bf") == ["bfloat16"]
     assert {"digits", "line"} <= {*in_bash(folder, "orchestrator", "plan", "job", "=")}
     own = ("--config-dir", "mine", "job", "=")
@@ -62,8 +67,9 @@ def test_keys_their_choices_and_groups(folder):
     assert in_zsh(folder, missing) == ["+cluster=slurm_dev"]
     assert in_zsh(folder, "orchestrator launch +cluster=slurm_d") == ["+cluster=slurm_dev"]
     assert in_zsh(folder, "orchestrator launch job=digits train.checkpoint_in") == [
-        "train.checkpoint_in_background=true", "train.checkpoint_in_background=false",
-    ]  # fmt: skip
+        "train.checkpoint_in_background=true",
+        "train.checkpoint_in_background=false",
+    ]
 
 
 @pytest.mark.parametrize("verb", ["status", "resume", "logs", "cancel", "wait", "report", "attach"])

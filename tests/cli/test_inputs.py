@@ -105,8 +105,10 @@ def test_what_has_changed_is_named(own):
     (own / "numbers.txt").write_text("22")
     (own / "scale.py").unlink()
     assert differences() == [
-        "mine.py has changed", "scale.py is gone", "files of job.data have changed",
-    ]  # fmt: skip
+        "mine.py has changed",
+        "scale.py is gone",
+        "files of job.data have changed",
+    ]
     run.result.touch()  # during the run: it may have written the data itself
     assert differences() == ["mine.py has changed", "scale.py is gone"]
     os.utime(own / "numbers.txt", (1, 1))  # replaced by an older file
@@ -117,9 +119,14 @@ def test_what_has_changed_is_named(own):
 
 def launch(folder, *more):
     return helpers.call(
-        "job._target_=mine.Mine", "train.updates=2", "cluster.ranks_per_node=1",
-        f"run.dir={folder}", "tracker=none", *more, cwd=Path.cwd(),
-    )  # fmt: skip
+        "job._target_=mine.Mine",
+        "train.updates=2",
+        "cluster.ranks_per_node=1",
+        f"run.dir={folder}",
+        "tracker=none",
+        *more,
+        cwd=Path.cwd(),
+    )
 
 
 def test_a_resume_refuses_what_has_changed_unless_that_is_accepted(own):

@@ -83,11 +83,13 @@ def test_every_key_has_a_kind():
         ([], ["cluster=slurm_ascend", "transport=auto"]),
         (["cluster.nodes=3", "schedule.scaling=linear"], ["cluster.nodes=1"]),
         (["+job.data_dir=/a/mnist"], ["job.data_dir=/b/mnist"]),
-        (["accumulation.reduction=reproducible", "accumulation.micro_batch=8"],
-         ["cluster.nodes=1", "cluster.ranks_per_node=3"]),
+        (
+            ["accumulation.reduction=reproducible", "accumulation.micro_batch=8"],
+            ["cluster.nodes=1", "cluster.ranks_per_node=3"],
+        ),
         (["schedule.decay=cosine", "train.updates=8"], ["train.updates=8", "cluster.nodes=1"]),
     ],
-)  # fmt: skip
+)
 def test_what_leaves_the_numbers_alone_is_taken(make_run, begun, asked):
     run = make_run(*begun)
     found = resumption_of(run, asked)
@@ -101,8 +103,11 @@ def test_what_leaves_the_numbers_alone_is_taken(make_run, begun, asked):
     [
         ([], "train.seed=1", "train.seed=1: it was 0"),
         ([], "optimizer.betas=[0.8,0.9]", "optimizer.betas"),
-        (["optimizer=null"], "+optimizer.name=adam",
-         "a run cannot go on with optimizer.name=adam: this run has the optimizer that its job"),
+        (
+            ["optimizer=null"],
+            "+optimizer.name=adam",
+            "a run cannot go on with optimizer.name=adam: this run has the optimizer that its job",
+        ),
         ([], "optimizer=sgd", "resume cannot take optimizer=sgd"),
         ([], "job=line", "resume cannot take job=line"),
         ([], "experiment=jepa_240", "resume cannot take experiment"),
@@ -114,16 +119,35 @@ def test_what_leaves_the_numbers_alone_is_taken(make_run, begun, asked):
         ([], "schedule.warmup_updates=3", "learning rate of update 1"),
         (["schedule.decay=cosine", "train.updates=8"], "train.updates=9", "schedule.decay"),
         ([], "accumulation.global_batch=64", "of 64 samples, but was of 48"),
-        (["train.updates=9"], "accumulation.batch_schedule=[[8,60]]",
-         "can change after update 8 only"),
-        (["accumulation.batch_schedule=[[2,60]]"], "accumulation.batch_schedule=[]",
-         "from update 2 on an update would be of 48 samples, but was to be of 60"),
-        (["accumulation.global_batch=null", "accumulation.steps=2", "accumulation.micro_batch=6"],
-         "cluster.nodes=1", "add accumulation.global_batch=48"),
-        (["accumulation.reduction=reproducible", "accumulation.micro_batch=8"],
-         "accumulation.micro_batch=4", "the size of a leaf, which was 8"),
-        (["accumulation.ragged=carry", "train.epochs=2", "accumulation.global_batch=100"],
-         "train.epochs=0.5", "4 updates are done already"),
+        (
+            ["train.updates=9"],
+            "accumulation.batch_schedule=[[8,60]]",
+            "can change after update 8 only",
+        ),
+        (
+            ["accumulation.batch_schedule=[[2,60]]"],
+            "accumulation.batch_schedule=[]",
+            "from update 2 on an update would be of 48 samples, but was to be of 60",
+        ),
+        (
+            [
+                "accumulation.global_batch=null",
+                "accumulation.steps=2",
+                "accumulation.micro_batch=6",
+            ],
+            "cluster.nodes=1",
+            "add accumulation.global_batch=48",
+        ),
+        (
+            ["accumulation.reduction=reproducible", "accumulation.micro_batch=8"],
+            "accumulation.micro_batch=4",
+            "the size of a leaf, which was 8",
+        ),
+        (
+            ["accumulation.ragged=carry", "train.epochs=2", "accumulation.global_batch=100"],
+            "train.epochs=0.5",
+            "4 updates are done already",
+        ),
         ([], "train.updates=2", "4 updates are done already"),
         ([], "train.updats=20", "did you mean 'updates'"),
         ([], "train.updates", "train.updates"),
@@ -131,7 +155,7 @@ def test_what_leaves_the_numbers_alone_is_taken(make_run, begun, asked):
         ([], "train.updates=20,30", "KEY=VALUE"),
         ([], "run.dir=/tmp/other", "the run is its folder"),
     ],
-)  # fmt: skip
+)
 def test_what_would_change_the_numbers_is_refused_with_the_reason(make_run, begun, asked, said):
     run = make_run(*begun)
     before = run.config.read_text()

@@ -33,9 +33,13 @@ WRONG = (None, True, -1, 2.5, "text", [], {}, [1], {"a": 1}, "x" * 5000)
 def make_run(path, **more):
     """A finished run of two attempts and a warning."""
     note = {
-        "attempt": 1, "why": "a node was lost", "resumed_from": 4, "lost_updates": 2,
-        "lost_micro_steps": 1, "restarts": 0,
-    }  # fmt: skip
+        "attempt": 1,
+        "why": "a node was lost",
+        "resumed_from": 4,
+        "lost_updates": 2,
+        "lost_micro_steps": 1,
+        "restarts": 0,
+    }
     ended = result(updates=12, restarts=[note])
     lines = [record(n, attempt=1) for n in range(12)]
     run = maker(path.parent)(path.name, "train.updates=12", records=lines, ended=ended, **more)
@@ -115,9 +119,17 @@ def test_of_a_cause_of_many_lines_a_list_has_the_first(tmp_path):
 
 def files_of(run):
     return [
-        run.plan, run.result, run.submission, run.metrics, run.restart(1), run.warnings(1, 0),
-        run.handle, run.attempts, run.attempt(1), run.config,
-    ]  # fmt: skip
+        run.plan,
+        run.result,
+        run.submission,
+        run.metrics,
+        run.restart(1),
+        run.warnings(1, 0),
+        run.handle,
+        run.attempts,
+        run.attempt(1),
+        run.config,
+    ]
 
 
 def damage(path, dice):

@@ -18,15 +18,25 @@ FEWER = "this machine may stop responding; start fewer (cluster.ranks_per_node="
     [
         (2, 8, 1600, ["job=digits"], []),
         (3, 6, 1800, ["job=digits"], ["18 ranks on 2 cores: ", f"{FEWER}5)"]),
-        (3, 6, 1799, ["job=digits"],
-         ["18 ranks need 1.76 GiB of memory", "1.76 GiB free", "try cluster.ranks_per_node=5"]),
+        (
+            3,
+            6,
+            1799,
+            ["job=digits"],
+            ["18 ranks need 1.76 GiB of memory", "1.76 GiB free", "try cluster.ranks_per_node=5"],
+        ),
         (1, 1, 0, ["job=digits"], []),
-        (2, 1, 100, ["job=program", "job.command=[ls]"],
-         ["2 ranks need 200 MiB of memory", "100 MiB free", "try cluster.nodes=1 "]),
+        (
+            2,
+            1,
+            100,
+            ["job=program", "job.command=[ls]"],
+            ["2 ranks need 200 MiB of memory", "100 MiB free", "try cluster.nodes=1 "],
+        ),
         (2, 1, 100, PLAIN, []),
         (2, 9, 100, PLAIN, ["18 ranks on 2 cores: ", f"{FEWER}8)"]),
     ],
-)  # fmt: skip
+)
 def test_a_run_that_is_too_large_for_this_machine(
     nodes, width, free_mib, job, words, monkeypatch, tmp_path
 ):

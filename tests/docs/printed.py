@@ -15,15 +15,21 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 PAGES = [
-    ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", ROOT / "slurm" / "README.md",
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "slurm" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "benchmarks" / "results").glob("*.md")),
-]  # fmt: skip
+]
 COMMENTED = [
-    *sorted((ROOT / "conf").rglob("*.yaml")), *sorted((ROOT / "jobs").glob("*.py")),
-    ROOT / "Makefile", ROOT / "slurm" / "__main__.py", ROOT / "benchmarks" / "__main__.py",
+    *sorted((ROOT / "conf").rglob("*.yaml")),
+    *sorted((ROOT / "jobs").glob("*.py")),
+    ROOT / "Makefile",
+    ROOT / "slurm" / "__main__.py",
+    ROOT / "benchmarks" / "__main__.py",
     ROOT / "benchmarks" / "chaos.py",
-]  # fmt: skip
+]
 """Files whose comments and docstrings name commands."""
 
 SLURMS = ("srun", "sbatch", "squeue", "scontrol", "sacct")
@@ -79,9 +85,12 @@ def typed(block, folder):
         stub.write_text(f'#!/bin/sh\nprintf "%s\\0" {name} "$@" >>"$RECORD"\necho >>"$RECORD"\n')
         stub.chmod(0o700)
     subprocess.run(
-        ["/bin/bash", "-euc", block], check=True, cwd=folder, timeout=300,
+        ["/bin/bash", "-euc", block],
+        check=True,
+        cwd=folder,
+        timeout=300,
         env={"PATH": str(programs), "RECORD": str(record), "HOME": os.environ["HOME"]},
-    )  # fmt: skip
+    )
     return [line.split("\0")[:-1] for line in record.read_text().splitlines() if line]
 
 

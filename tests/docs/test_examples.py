@@ -37,10 +37,16 @@ def folder(tmp_path):
 
 def test_the_job_over_shards_has_the_same_bits_on_other_ranks_and_its_weights_load(folder):
     same = (
-        "job._target_=shards.Numbers", "job.folder=data", "accumulation.global_batch=24",
-        "accumulation.micro_batch=4", "accumulation.reduction=reproducible", "cluster.nodes=1",
-        "tracker=none", "schedule.base_lr=0.05", "-q",
-    )  # fmt: skip
+        "job._target_=shards.Numbers",
+        "job.folder=data",
+        "accumulation.global_batch=24",
+        "accumulation.micro_batch=4",
+        "accumulation.reduction=reproducible",
+        "cluster.nodes=1",
+        "tracker=none",
+        "schedule.base_lr=0.05",
+        "-q",
+    )
     call(*same, "cluster.ranks_per_node=3", "train.updates=11", "run.dir=a", cwd=folder, code=0)
     call(*same, "cluster.ranks_per_node=1", "train.updates=6", "run.dir=b", cwd=folder, code=0)
     more = ("train.updates=11", "cluster.ranks_per_node=2", "-q")
@@ -116,9 +122,14 @@ def test_the_commands_of_the_page_end_with_one_digest(tmp_path):
 def test_the_frameworks_own_accumulation_under_model_train_takes_the_big_batchs_steps(tmp_path):
     (tmp_path / "model_train.py").write_text(script("mindspore.md", "model_train.py"))
     done = subprocess.run(
-        [sys.executable, "model_train.py"], cwd=tmp_path, capture_output=True, text=True,
-        check=False, timeout=300, env={**os.environ, "GLOG_v": "3"},
-    )  # fmt: skip
+        [sys.executable, "model_train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env={**os.environ, "GLOG_v": "3"},
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     x = np.random.default_rng(0).standard_normal((200, 3))
     y = x.sum(1) + 1

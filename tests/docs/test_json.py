@@ -89,13 +89,22 @@ def test_plan(runs, tmp_path):
         ("job=digits", "cluster=slurm"),
         ("job=digits", "train.samples=5000", "accumulation.batch_schedule=[[4,512]]"),
         ("job=gpt2",),
-        ("job=gpt2", "facts.lengths=lengths.txt", "facts.dataset_samples=32",
-         "accumulation.global_batch=16"),
+        (
+            "job=gpt2",
+            "facts.lengths=lengths.txt",
+            "facts.dataset_samples=32",
+            "accumulation.global_batch=16",
+        ),
         (TINY, *SHORT, "cluster.ranks_per_node=2"),
-        (TINY, *SHORT, "facts.dataset_samples=240", "train.initial_state=trunk@6",
-         "train.updates=12"),
+        (
+            TINY,
+            *SHORT,
+            "facts.dataset_samples=240",
+            "train.initial_state=trunk@6",
+            "train.updates=12",
+        ),
         ("--", "train.py"),
-    ):  # fmt: skip
+    ):
         fields.check(printed("plan", *words, cwd=tmp_path))
     for plan in printed("plan", "-m", "job=digits", "train.seed=1,2", cwd=tmp_path):
         fields.check(plan)

@@ -54,8 +54,11 @@ def test_twelve_changed_lines_make_the_torchrun_script_one_with_our_windows(tmp_
         (tmp_path / name).write_text(script("library.md", name).replace(f"# {name}\n", ""))
     diffstat = subprocess.run(
         ["git", "diff", "--no-index", "--numstat", "ddp.py", "windows.py"],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
-    ).stdout  # fmt: skip
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout
     added, taken_away = map(int, diffstat.split()[:2])
     assert 0 < added + taken_away <= 12, diffstat
 

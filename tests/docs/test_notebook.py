@@ -44,9 +44,13 @@ def test_the_python_of_the_page_runs(tmp_path, monkeypatch):
     assert len(blocks) == 3
     script = "\n".join(blocks)
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, env=environment(), capture_output=True,
-        text=True, check=True,
-    )  # fmt: skip
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     first, *rows, best = done.stdout.splitlines()
     assert first.startswith("finished ")
     assert [row.split()[0] for row in rows] == ["1", "2", "4"]
@@ -73,6 +77,8 @@ print([each.state for each in orchestrator.list_runs("runs")], sweep.best("-loss
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(options))
     done = subprocess.run(
         [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "-p", tmp_path],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert "0 errors" in done.stdout, done.stdout

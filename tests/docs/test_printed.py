@@ -70,7 +70,7 @@ def test_every_setting_with_a_section_exists():
         and ".".join(key.split(".")[:2]) not in known
         and not (ROOT / "orchestrator" / key.replace(".", "/")).with_suffix(".py").exists()
         and key.removeprefix("run.") not in dir(current_run)  # as programs.md calls it
-    ]  # fmt: skip
+    ]
     assert not wrong
 
 
@@ -114,11 +114,22 @@ BUDGET_WORDS = 33_000
 def test_the_site_builds_without_warnings_and_has_every_page(tmp_path):
     built = subprocess.run(
         [
-            sys.executable, "-m", "properdocs", "build", "--strict", "--quiet",
-            "--config-file", str(ROOT / "properdocs.yml"), "--site-dir", str(tmp_path),
+            sys.executable,
+            "-m",
+            "properdocs",
+            "build",
+            "--strict",
+            "--quiet",
+            "--config-file",
+            str(ROOT / "properdocs.yml"),
+            "--site-dir",
+            str(tmp_path),
         ],
-        capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
     assert built.returncode == 0, built.stdout + built.stderr
     pages = {path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")}
     assert all((tmp_path / page).with_suffix(".html").exists() for page in pages)

@@ -16,11 +16,21 @@ from tests.hold import Hold
 
 CURVE = "job._target_=tests.curve_job.Curve"
 COMMON = (
-    CURVE, "cluster.nodes=1", "train.evaluate_every=2", "accumulation.global_batch=24",
-    "accumulation.micro_batch=4", "accumulation.steps=null", "accumulation.reduction=reproducible",
-    "train.updates=30", "train.keep_best=held_out.height", "train.patience=3",
-    "train.keep_checkpoints=1", "train.checkpoint_every=3", "tracker=none", "run.survive=false",
-)  # fmt: skip
+    CURVE,
+    "cluster.nodes=1",
+    "train.evaluate_every=2",
+    "accumulation.global_batch=24",
+    "accumulation.micro_batch=4",
+    "accumulation.steps=null",
+    "accumulation.reduction=reproducible",
+    "train.updates=30",
+    "train.keep_best=held_out.height",
+    "train.patience=3",
+    "train.keep_checkpoints=1",
+    "train.checkpoint_every=3",
+    "tracker=none",
+    "run.survive=false",
+)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -73,9 +83,13 @@ def test_survivors_find_the_same(tmp_path, rank, update):
     """Lost in the window after an evaluation: by another rank, and by the one that judges."""
     run, hold = tmp_path / "run", Hold(tmp_path / "hold").hold_before(update)
     process = begin(
-        *COMMON, "cluster.nodes=3", "cluster.ranks_per_node=1", "run.survive=true",
-        f"run.dir={run}", hold.override,
-    )  # fmt: skip
+        *COMMON,
+        "cluster.nodes=3",
+        "cluster.ranks_per_node=1",
+        "run.survive=true",
+        f"run.dir={run}",
+        hold.override,
+    )
     hold.wait_until_held(update, (0, 1, 2))
     os.kill(rank_pid(run, rank), signal.SIGKILL)
     hold.release()

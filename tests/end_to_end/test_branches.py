@@ -11,9 +11,14 @@ from tests.helpers import TINY, await_exit, call, compare, rank_pid, records, re
 from tests.hold import begin_held
 
 LEAVES = (
-    TINY, "accumulation.reduction=reproducible", "accumulation.micro_batch=8", "tracker=none",
-    "train.evaluate_every=0", "cluster.nodes=1", "run.survive=false",
-)  # fmt: skip
+    TINY,
+    "accumulation.reduction=reproducible",
+    "accumulation.micro_batch=8",
+    "tracker=none",
+    "train.evaluate_every=0",
+    "cluster.nodes=1",
+    "run.survive=false",
+)
 SMALL = ("accumulation.global_batch=48", "cluster.ranks_per_node=2")
 
 
@@ -65,10 +70,13 @@ def test_killed_before_its_first_checkpoint_it_begins_with_the_state_again(trunk
 
 def test_ranks_are_lost_and_replaced_while_its_batch_grows_and_no_bit_changes(trunk, tmp_path):
     own = (
-        "accumulation.global_batch=32", "accumulation.batch_schedule=[[2,80],[5,120]]",
-        f"train.initial_state={trunk}@8", "train.samples=700", "schedule.scaling=linear",
+        "accumulation.global_batch=32",
+        "accumulation.batch_schedule=[[2,80],[5,120]]",
+        f"train.initial_state={trunk}@8",
+        "train.samples=700",
+        "schedule.scaling=linear",
         "job.dropout=0.2",
-    )  # fmt: skip
+    )
     whole, run = tmp_path / "whole", tmp_path / "run"
     started(whole, *own, "cluster.ranks_per_node=1")
     ranks = ("cluster.nodes=2", "cluster.ranks_per_node=2", "run.survive=true")
@@ -88,10 +96,14 @@ def test_ranks_are_lost_and_replaced_while_its_batch_grows_and_no_bit_changes(tr
 
 def test_its_settings_are_its_own_and_its_samples_those_that_come_next(trunk, tmp_path):
     own = (
-        "accumulation.global_batch=80", "cluster.ranks_per_node=3", "train.samples=336",
-        "schedule.base_lr=0.002", "schedule.decay=linear", "optimizer.weight_decay=0.3",
+        "accumulation.global_batch=80",
+        "cluster.ranks_per_node=3",
+        "train.samples=336",
+        "schedule.base_lr=0.002",
+        "schedule.decay=linear",
+        "optimizer.weight_decay=0.3",
         f"train.initial_state={trunk}@4",
-    )  # fmt: skip
+    )
     shown = verb("plan", *LEAVES, *own, "facts.dataset_samples=240", code=0).stdout
     assert f"begins with {trunk} after update 4 (epoch 0, 192 samples into it)" in " ".join(
         shown.replace("\n", " ").split()
@@ -109,9 +121,14 @@ def test_its_settings_are_its_own_and_its_samples_those_that_come_next(trunk, tm
     groups = result(one)["optimizer"]["groups"]
     assert groups[0]["weight_decay"] == 0.3, "of this run, not of the checkpoint"
     assert json.loads((one / "plan.json").read_text())["branch"] == {
-        "run": str(trunk), "updates": 4, "epoch": 0, "position": 192, "global_batch": 48,
-        "seed": 0, "dataset_samples": 240,
-    }  # fmt: skip
+        "run": str(trunk),
+        "updates": 4,
+        "epoch": 0,
+        "position": 192,
+        "global_batch": 48,
+        "seed": 0,
+        "dataset_samples": 240,
+    }
 
 
 def test_a_branch_of_a_branch_is_at_its_own_place(trunk, tmp_path):
@@ -124,10 +141,16 @@ def test_a_branch_of_a_branch_is_at_its_own_place(trunk, tmp_path):
 
 def test_a_state_in_shards_is_taken_on_any_ranks_whole_or_in_shards(tmp_path):
     double = (
-        TINY, "tracker=none", "train.precision=float64", "train.clip_norm=0.5",
-        "train.evaluate_every=0", "accumulation.global_batch=22", "accumulation.micro_batch=4",
-        "run.survive=false", "cluster.nodes=1",
-    )  # fmt: skip
+        TINY,
+        "tracker=none",
+        "train.precision=float64",
+        "train.clip_norm=0.5",
+        "train.evaluate_every=0",
+        "accumulation.global_batch=22",
+        "accumulation.micro_batch=4",
+        "run.survive=false",
+        "cluster.nodes=1",
+    )
     whole, trunk = tmp_path / "whole", tmp_path / "trunk"
     call(*double, "cluster.ranks_per_node=1", "train.updates=6", f"run.dir={whole}", code=0)
     shards = ("engine.shard_model=all", "cluster.ranks_per_node=2", "train.updates=4")
@@ -152,24 +175,39 @@ def test_a_state_in_shards_is_taken_on_any_ranks_whole_or_in_shards(tmp_path):
     ("words", "said"),
     [
         ("@5", ["there is no checkpoint after update 5; there are ", "@4, ", "@12 (train.keep_"]),
-        ("@4 optimizer=sgd",
-         ["its optimizer is torch.optim.adam.Adam, whose state torch.optim.sgd.SGD cannot use",
-          "To begin with its weights alone: train.initial_weights="]),
+        (
+            "@4 optimizer=sgd",
+            [
+                (
+                    "its optimizer is torch.optim.adam.Adam, whose state torch.optim.sgd.SGD "
+                    "cannot use"
+                ),
+                "To begin with its weights alone: train.initial_weights=",
+            ],
+        ),
         ("@4 +optimizer.amsgrad=true", ["its optimizer has amsgrad=False, whose state is not for"]),
-        ("@4 job.samples=230",
-         ["had a place in a data set of 240 samples, but this one has 230",
-          "use train.initial_weights="]),
+        (
+            "@4 job.samples=230",
+            [
+                "had a place in a data set of 240 samples, but this one has 230",
+                "use train.initial_weights=",
+            ],
+        ),
         ("@4 job.width=3", ["is of another model"]),
         ("@4 train.initial_weights=x", ["both say where the weights begin"]),
         ("/none", ["train.initial_state=", "there is no run folder"]),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_refused_in_a_sentence(trunk, tmp_path, words, said):
     reference, *more = words.split()
     done = started(
-        tmp_path / "run", *SMALL, "train.updates=2", f"train.initial_state={trunk}{reference}",
-        *more, code=None,
-    )  # fmt: skip
+        tmp_path / "run",
+        *SMALL,
+        "train.updates=2",
+        f"train.initial_state={trunk}{reference}",
+        *more,
+        code=None,
+    )
     assert done.returncode in (1, 2), done.stdout + done.stderr
     message = "".join((done.stdout + done.stderr).split())
     for part in said:
@@ -189,9 +227,12 @@ def test_a_damaged_copy_is_refused(trunk, tmp_path):
 
 def test_another_seed_is_another_order_and_warned_of(trunk, tmp_path):
     done = started(
-        tmp_path / "run", *SMALL, f"train.initial_state={trunk}@4", "train.updates=1",
+        tmp_path / "run",
+        *SMALL,
+        f"train.initial_state={trunk}@4",
+        "train.updates=1",
         "train.seed=3",
-    )  # fmt: skip
+    )
     assert "comes in another order, with samples that were used already" in " ".join(
         (done.stdout + done.stderr).split()
     )

@@ -11,10 +11,17 @@ from tests.hold import begin_held
 
 JOBS = "job._target_=tests."
 COMMON = (
-    "cluster.nodes=1", "accumulation.global_batch=24", "accumulation.micro_batch=4",
-    "accumulation.steps=null", "train.updates=6", "train.evaluate_every=3", "run.max_restarts=0",
-    "train.checkpoint_every=4", "tracker=none", "run.survive=false",
-)  # fmt: skip
+    "cluster.nodes=1",
+    "accumulation.global_batch=24",
+    "accumulation.micro_batch=4",
+    "accumulation.steps=null",
+    "train.updates=6",
+    "train.evaluate_every=3",
+    "run.max_restarts=0",
+    "train.checkpoint_every=4",
+    "tracker=none",
+    "run.survive=false",
+)
 LIGHT = (*COMMON, f"{JOBS}callback_job.JournaledLight")
 HELD_OUT = f"{JOBS}tiny_job.JournaledHeldOut"
 
@@ -50,8 +57,11 @@ def test_each_rank_calls_them_in_order_with_the_recorded_figures(run, tmp_path, 
         pieces = [line for line in of_update if line[0] == "on_held_out_piece"]
         assert pieces
         assert [line[0] for line in of_update if line[0] != "on_held_out_piece"] == [
-            *["on_micro_step"] * (steps + 1), "on_boundary", "second", "on_evaluation",
-        ]  # fmt: skip
+            *["on_micro_step"] * (steps + 1),
+            "on_boundary",
+            "second",
+            "on_evaluation",
+        ]
         assert [line[4:] for line in of_update[: steps + 1]] == [
             [2, done, steps] for done in range(steps + 1)
         ]

@@ -7,9 +7,15 @@ import pytest
 from tests.helpers import SMALL, TINY, call, result, verb
 
 SHAPE = (
-    TINY, SMALL, "tracker=none", "accumulation.global_batch=40", "accumulation.steps=2",
-    "train.updates=12", "train.checkpoint_every=4", "run.survive=false",
-)  # fmt: skip
+    TINY,
+    SMALL,
+    "tracker=none",
+    "accumulation.global_batch=40",
+    "accumulation.steps=2",
+    "train.updates=12",
+    "train.checkpoint_every=4",
+    "run.survive=false",
+)
 
 
 @pytest.fixture(scope="module")

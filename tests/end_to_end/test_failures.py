@@ -11,9 +11,12 @@ from tests.helpers import SMALL, TINY
 from tests.hold import begin_held, request_stop
 
 SLOW = (
-    TINY, "job.pause_s=0.05", "train.updates=400", "accumulation.global_batch=40",
+    TINY,
+    "job.pause_s=0.05",
+    "train.updates=400",
+    "accumulation.global_batch=40",
     "run.survive=false",
-)  # fmt: skip
+)
 
 FEW = (SMALL, "train.updates=40", "train.checkpoint_every=5", "job.dropout=0.5", "job.pause_s=0")
 
@@ -45,9 +48,16 @@ def test_a_jobs_child_process_that_fails_is_not_its_rank_and_an_unprintable_erro
 
 def test_a_rank_that_drifts_from_the_others_is_named_and_nothing_of_it_is_kept(run):
     helpers.call(
-        TINY, f"run.dir={run}", "job.fault=drift", "job.fault_rank=2", "job.fault_after=4",
-        "train.updates=20", "train.checkpoint_every=2", "accumulation.steps=2", code=1,
-    )  # fmt: skip
+        TINY,
+        f"run.dir={run}",
+        "job.fault=drift",
+        "job.fault_rank=2",
+        "job.fault_after=4",
+        "train.updates=20",
+        "train.checkpoint_every=2",
+        "accumulation.steps=2",
+        code=1,
+    )
     found = helpers.result(run)
     assert (found["state"], found["culprit"]["rank"]) == ("failed", 2)
     assert "the weights of rank 2 are no longer those of most ranks" in found["culprit"]["cause"]

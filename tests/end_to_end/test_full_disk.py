@@ -8,9 +8,15 @@ from tests.helpers import SMALL, TINY
 from tests.hold import Hold
 
 LONG = (
-    TINY, SMALL, "train.updates=120", "accumulation.global_batch=24", "accumulation.steps=2",
-    "train.checkpoint_every=10", "train.evaluate_every=0", "job.dropout=0.5",
-)  # fmt: skip
+    TINY,
+    SMALL,
+    "train.updates=120",
+    "accumulation.global_batch=24",
+    "accumulation.steps=2",
+    "train.checkpoint_every=10",
+    "train.evaluate_every=0",
+    "job.dropout=0.5",
+)
 
 
 def test_a_full_disk_under_what_the_command_prints_ends_no_run(disk, tmp_path):

@@ -16,10 +16,16 @@ from tests.helpers import TINY
 from tests.hold import Hold
 
 RUN = (
-    TINY, "job.dropout=0.2", "job.pause_s=0.1",
-    "accumulation.reduction=reproducible", "accumulation.micro_batch=4",
-    "accumulation.global_batch=48", "train.evaluate_every=25", "tracker=none", "run.survive=true",
-)  # fmt: skip
+    TINY,
+    "job.dropout=0.2",
+    "job.pause_s=0.1",
+    "accumulation.reduction=reproducible",
+    "accumulation.micro_batch=4",
+    "accumulation.global_batch=48",
+    "train.evaluate_every=25",
+    "tracker=none",
+    "run.survive=true",
+)
 UPDATES = 100
 SHAPE = ("cluster.nodes=2", f"train.updates={UPDATES}")
 

@@ -10,10 +10,16 @@ from tests import helpers
 from tests.hold import begin_held
 
 RUN = (
-    "job._target_=tests.tiny_job.HeldOut", "job.dropout=0.2", "accumulation.micro_batch=4",
-    "accumulation.global_batch=48", "train.updates=6", "train.evaluate_every=2", "tracker=none",
-    "optimizer=sgd", "schedule.base_lr=0.05",
-)  # fmt: skip
+    "job._target_=tests.tiny_job.HeldOut",
+    "job.dropout=0.2",
+    "accumulation.micro_batch=4",
+    "accumulation.global_batch=48",
+    "train.updates=6",
+    "train.evaluate_every=2",
+    "tracker=none",
+    "optimizer=sgd",
+    "schedule.base_lr=0.05",
+)
 BITS = (*RUN, "accumulation.reduction=reproducible", "run.max_replacements=0")
 FIGURES = ["seen.loss", "seen.error", "unseen.loss", "unseen.error", "parameters"]
 

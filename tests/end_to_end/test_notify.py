@@ -69,9 +69,13 @@ def test_each_restart_and_the_failure_are_said_once(tmp_path):
 
 def test_what_cannot_be_sent_fails_nothing_and_is_a_warning(run):
     call(
-        *TWO, f"run.dir={run}", "notify.webhook=HOOK", "notify.command='cat /nowhere'",
-        HOOK="http://127.0.0.1:9/secret", code=0,
-    )  # fmt: skip
+        *TWO,
+        f"run.dir={run}",
+        "notify.webhook=HOOK",
+        "notify.command='cat /nowhere'",
+        HOOK="http://127.0.0.1:9/secret",
+        code=0,
+    )
 
     def warned():
         (status,) = json.loads(verb("status", run, "--json", code=0).stdout)

@@ -384,9 +384,12 @@ def test_modules_beside_the_script_are_found(tmp_path):
         "print(run.wait(), run.resume('train.updates=13').wait(), len(run.metrics))"
     )
     done = subprocess.run(
-        [sys.executable, "scripts/go.py"], env=environment(), capture_output=True, text=True,
+        [sys.executable, "scripts/go.py"],
+        env=environment(),
+        capture_output=True,
+        text=True,
         check=True,
-    )  # fmt: skip
+    )
     assert done.stdout.split() == ["finished", "finished", "13"]
     [run] = orchestrator.list_runs()
     elsewhere = tmp_path / "elsewhere"
@@ -400,8 +403,11 @@ def test_a_sweep_and_its_table(capfd):
     assert sweep.wait(180) == sweep.state == "finished"
     table = sweep.table
     assert [(row["accumulation.steps"], row["train.seed"]) for row in table] == [
-        (1, 1), (1, 2), (2, 1), (2, 2),
-    ]  # fmt: skip
+        (1, 1),
+        (1, 2),
+        (2, 1),
+        (2, 2),
+    ]
     best = sweep.best("-held_out.loss")
     assert best.result["metrics"]["loss"] == min(row["held_out.loss"] for row in table)
     assert best in sweep.runs
@@ -458,8 +464,12 @@ def test_an_interrupted_start_interrupts_the_command(tmp_path):
     )
     path = f"{program.parent}:/usr/bin:/bin"
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environment(PATH=path), capture_output=True, text=True,
-        check=True, timeout=55,
-    )  # fmt: skip
+        [sys.executable, "-c", script],
+        env=environment(PATH=path),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=55,
+    )
     assert done.stdout == "interrupted\n"
     assert not Path("runs").exists() or not any(Path("runs").iterdir())

@@ -58,7 +58,7 @@ ELSEWHERE = {
     r"--lr 0\.1|--epochs 3": "programs of the same shape are executed",
     r"http:|tracker=": "a server, or an extra: tests/trainer/test_trackers.py",
     r"completion": "writes into a shell's own files",
-}  # fmt: skip
+}
 if "replay" in VERBS:  # an add-on
     ELSEWHERE[r"orchestrator (replay|bisect)"] = "runs of torch: tests/replay"
 CACHE = str(Path.home() / ".cache")  # with the digits, which all ranks would make
@@ -109,31 +109,55 @@ def reader(tmp_path_factory):
     (folder / "train.sh").chmod(0o700)
     mine = next(p.text for p in python_blocks() if "class Line(Job)" in p.text)
     for path, text in {
-        "my_jobs/__init__.py": "", "my_jobs/line.py": mine,
+        "my_jobs/__init__.py": "",
+        "my_jobs/line.py": mine,
         "conf/job/line.yaml": "_target_: my_jobs.line.Line\n",
         "conf/mine.yaml": "defaults: [base, _self_]\n",
-        **{name.replace("NAME", "my_project"): text.replace("NAME", "my_project")
-           for name, text in FILES.items()},
+        **{
+            name.replace("NAME", "my_project"): text.replace("NAME", "my_project")
+            for name, text in FILES.items()
+        },
         "FOLDER/cluster/mysite.yaml": (ROOT / "conf" / "cluster" / "slurm.yaml").read_text(),
         **dict.fromkeys(("train.py", "train_mindspore.py", "package/train.py"), PROGRAM),
-        "windows.py": "", "speaks.py": SPEAKS,
-    }.items():  # fmt: skip
+        "windows.py": "",
+        "speaks.py": SPEAKS,
+    }.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text)
-    line = ("job._target_=speaks.Speaks", "tracker=none", "train.epochs=null",
-            "accumulation.global_batch=32", "accumulation.steps=2")  # fmt: skip
+    line = (
+        "job._target_=speaks.Speaks",
+        "tracker=none",
+        "train.epochs=null",
+        "accumulation.global_batch=32",
+        "accumulation.steps=2",
+    )
     held = (*line, "job.pause_s=3", slowly.override)
     call(*line, "train.updates=4", "run.dir=A", cwd=folder, code=0)
     trunk = ("job=digits", "tracker=none", "train.updates=40", "train.evaluate_every=0")
-    call(*trunk, "cluster.nodes=1", "cluster.ranks_per_node=1", "run.dir=runs/trunk", cwd=folder,
-         code=0)  # fmt: skip
+    call(
+        *trunk,
+        "cluster.nodes=1",
+        "cluster.ranks_per_node=1",
+        "run.dir=runs/trunk",
+        cwd=folder,
+        code=0,
+    )
     for name in ("B", "RUN_A", "RUN_B", "runs/one", "runs/first"):
         shutil.copytree(folder / "A", folder / name)
     going = [
         begin(*held, "run.dir=RUN", "train.updates=150", cwd=folder),
-        begin("-m", *held, "run.dir=SWEEP", "cluster.nodes=1", "cluster.ranks_per_node=1",
-              "train.updates=1,150", "schedule.base_lr=0.1,0.01", "sweep.parallel=4", cwd=folder),
-    ]  # fmt: skip
+        begin(
+            "-m",
+            *held,
+            "run.dir=SWEEP",
+            "cluster.nodes=1",
+            "cluster.ranks_per_node=1",
+            "train.updates=1,150",
+            "schedule.base_lr=0.1,0.01",
+            "sweep.parallel=4",
+            cwd=folder,
+        ),
+    ]
     with contextlib.ExitStack() as going_on:
         going_on.callback(let_go, slowly, going)
         until(lambda: all(records(folder / n) for n in ("RUN", "SWEEP/0", "SWEEP/3")), 90)

@@ -304,8 +304,10 @@ def test_ranks_in_different_collectives_are_warned_of_and_ended_with_both_stacks
     two = ("cluster.ranks_per_node=1", "cluster.hang_timeout_s=10")
     done = call(tmp_path, *two, code=1)
     said = " ".join((done.stdout + done.stderr).split())
-    ranks = (r"rank 0 is in different \(.*train.py, line 8\), there in barrier .*rank 1 is in "
-             r"different \(.*train.py, line 9\), there in all_reduce")  # fmt: skip
+    ranks = (
+        r"rank 0 is in different \(.*train.py, line 8\), there in barrier .*rank 1 is in "
+        r"different \(.*train.py, line 9\), there in all_reduce"
+    )
     assert re.search(r"warning: for \d+ s no rank .*" + ranks, said)
     assert re.search("it hangs: .*" + ranks, culprit(tmp_path)["cause"])
     for rank in range(2):
@@ -404,9 +406,14 @@ def test_programs_in_other_languages_and_modules_run_as_well(tmp_path):
     script(package, "from package import helper\n", "module.py")
     script(package, "import sys; print('module', sys.argv[1:], sys.stdin.read())\n", "helper.py")
     helpers.call(
-        "job=program", "job.command=[-m,package.module]", "job.argument_style=bare",
-        "job.arguments.lr=0.1", f"run.dir={tmp_path / 'second'}", cwd=tmp_path, code=0,
-    )  # fmt: skip
+        "job=program",
+        "job.command=[-m,package.module]",
+        "job.argument_style=bare",
+        "job.arguments.lr=0.1",
+        f"run.dir={tmp_path / 'second'}",
+        cwd=tmp_path,
+        code=0,
+    )
     assert "module ['lr=0.1']" in (tmp_path / "second/logs/rank-00000.log").read_text()
 
 
@@ -424,10 +431,20 @@ def swept(tmp_path_factory):
     tmp_path = tmp_path_factory.mktemp("swept")
     script(tmp_path, SWEPT)
     done = helpers.call(
-        "-m", "cluster.nodes=1", "cluster.ranks_per_node=1", "job.arguments.lr=0.1,0.01",
-        "job.arguments.out=${run.dir}/weights", "hydra.sweep.dir=sweep", "--", "train.py",
-        "--log", "{run.dir}/log", "it's ${HOME}, [a]", cwd=tmp_path, code=0,
-    )  # fmt: skip
+        "-m",
+        "cluster.nodes=1",
+        "cluster.ranks_per_node=1",
+        "job.arguments.lr=0.1,0.01",
+        "job.arguments.out=${run.dir}/weights",
+        "hydra.sweep.dir=sweep",
+        "--",
+        "train.py",
+        "--log",
+        "{run.dir}/log",
+        "it's ${HOME}, [a]",
+        cwd=tmp_path,
+        code=0,
+    )
     return tmp_path / "sweep", done.stdout
 
 
@@ -500,8 +517,11 @@ def test_a_program_gets_its_newest_file_from_the_second_attempt_on(tmp_path):
     line = ("cluster.nodes=1", "cluster.ranks_per_node=1", f"run.dir='{run}'", "run.max_restarts=3")
     newest = "job.resume_arguments=[--load,'{newest:{run.dir}/saved/*.pt}']"
     helpers.call(*line, newest, "--", "train.py", "{run.dir}/saved", cwd=tmp_path, code=0)
-    given = [line for line in (run / "logs/rank-00000.log").read_text().splitlines()
-             if line.startswith("given")]  # fmt: skip
+    given = [
+        line
+        for line in (run / "logs/rank-00000.log").read_text().splitlines()
+        if line.startswith("given")
+    ]
     saved = f"{run}/saved"
     loads = [[], ["--load", f"{saved}/9.pt"], ["--load", f"{saved}/8.pt"]]
     assert given == [f"given {[saved, *words]}" for words in loads]

@@ -17,9 +17,13 @@ from tests.hold import begin_held
 from tests.tiny_job import Tiny
 
 FEW = (
-    TINY, SMALL, "tracker=none", "accumulation.global_batch=40", "train.checkpoint_every=5",
+    TINY,
+    SMALL,
+    "tracker=none",
+    "accumulation.global_batch=40",
+    "train.checkpoint_every=5",
     "run.survive=false",
-)  # fmt: skip
+)
 
 
 def notes(run):
@@ -59,9 +63,14 @@ def test_killed_ranks_cost_a_restart_each_and_no_bit(tmp_path):
 @pytest.mark.parametrize("survive", ["true", "false"])
 def test_no_update_is_lost_when_a_rank_crashes(run, survive):
     more = (
-        TINY, "tracker=none", "accumulation.global_batch=40", "train.updates=12",
-        "cluster.ranks_per_node=2", "train.checkpoint_every=0", "run.max_restarts=3",
-    )  # fmt: skip
+        TINY,
+        "tracker=none",
+        "accumulation.global_batch=40",
+        "train.updates=12",
+        "cluster.ranks_per_node=2",
+        "train.checkpoint_every=0",
+        "run.max_restarts=3",
+    )
     process, hold = begin_held(run, 3, *more, f"run.survive={survive}", ranks=range(4))
     for update, rank in ((3, 2), (5, 0), (7, 3)):
         hold.hold_before(update)
@@ -79,10 +88,16 @@ def test_no_update_is_lost_when_a_rank_crashes(run, survive):
 @pytest.mark.parametrize(("ranks", "survive"), [(1, "false"), (2, "false"), (2, "true")])
 def test_an_error_on_all_ranks_loses_no_update(run, tmp_path, ranks, survive):
     more = (
-        TINY, SMALL, "tracker=none", "accumulation.global_batch=40", "train.updates=6",
-        "train.checkpoint_every=0", "job.dropout=0.5", f"cluster.nodes={ranks}",
+        TINY,
+        SMALL,
+        "tracker=none",
+        "accumulation.global_batch=40",
+        "train.updates=6",
+        "train.checkpoint_every=0",
+        "job.dropout=0.5",
+        f"cluster.nodes={ranks}",
         f"run.survive={survive}",
-    )  # fmt: skip
+    )
     fault = ("job.fault=raise", "job.fault_rank=null", "job.fault_after=11", "run.max_restarts=6")
     helpers.call(*more, *fault, f"run.dir={run}", code=0)
     assert notes(run)
@@ -98,9 +113,14 @@ def test_an_error_on_all_ranks_loses_no_update(run, tmp_path, ranks, survive):
 def test_a_model_in_shards_trains_as_a_whole_one_and_goes_on_with_other_ranks(tmp_path):
     run, whole = tmp_path / "run", tmp_path / "whole"
     more = (
-        TINY, "tracker=none", "accumulation.global_batch=22", "accumulation.micro_batch=4",
-        "train.precision=float64", "train.clip_norm=0.5", "train.checkpoint_every=2",
-    )  # fmt: skip
+        TINY,
+        "tracker=none",
+        "accumulation.global_batch=22",
+        "accumulation.micro_batch=4",
+        "train.precision=float64",
+        "train.clip_norm=0.5",
+        "train.checkpoint_every=2",
+    )
     alone = ("cluster.nodes=1", "cluster.ranks_per_node=1", "train.updates=6", f"run.dir={whole}")
     fault = ("job.fault=kill", "job.fault_rank=3", "job.fault_after=4", "run.max_restarts=1")
     shards = ("engine.shard_model=node", "train.updates=4", "run.survive=false", f"run.dir={run}")
@@ -109,9 +129,11 @@ def test_a_model_in_shards_trains_as_a_whole_one_and_goes_on_with_other_ranks(tm
     assert [note["resumed_from"] for note in helpers.result(run)["restarts"]] == [2]
     assert helpers.result(run)["memory"]["optimizer"] < helpers.result(whole)["memory"]["optimizer"]
     others = (
-        "engine.shard_model=all", "cluster.nodes=1", "cluster.ranks_per_node=3",
+        "engine.shard_model=all",
+        "cluster.nodes=1",
+        "cluster.ranks_per_node=3",
         "train.checkpoint_in_background=true",
-    )  # fmt: skip
+    )
     helpers.verb("resume", run, "train.updates=6", *others, code=0)
     assert helpers.compare(run, whole)["max_relative_difference"] <= 1e-10
     assert helpers.result(run)["metrics"]["loss"] == pytest.approx(

@@ -14,9 +14,13 @@ from tests.helpers import SMALL, TINY, await_exit, call, rank_pid, records, resu
 from tests.hold import begin_held
 
 LEAVES = (
-    "accumulation.reduction=reproducible", "accumulation.micro_batch=8",
-    "accumulation.global_batch=48", "job.dropout=0.2", "tracker=none", "train.evaluate_every=0",
-)  # fmt: skip
+    "accumulation.reduction=reproducible",
+    "accumulation.micro_batch=8",
+    "accumulation.global_batch=48",
+    "job.dropout=0.2",
+    "tracker=none",
+    "train.evaluate_every=0",
+)
 
 
 def started(run, *more):
@@ -116,8 +120,10 @@ def test_weights_that_are_none_are_refused_before_anything_starts(tmp_path):
     save_file({"x": np.ones(3)}, tmp_path / "one.safetensors")
     (tmp_path / "text").write_text("no weights")
     for name, said in (
-        ("gone", "there is no weights file"), ("text", "is damaged"), (".", "is not a run folder"),
-    ):  # fmt: skip
+        ("gone", "there is no weights file"),
+        ("text", "is damaged"),
+        (".", "is not a run folder"),
+    ):
         done = verb("plan", TINY, f"train.initial_weights={tmp_path / name}", code=2)
         assert said in " ".join(done.stderr.split())
         assert "train.initial_weights=" in done.stderr

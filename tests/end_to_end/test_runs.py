@@ -50,8 +50,11 @@ def test_no_verb_and_no_launch_imports_a_framework(tmp_path):
     ):
         done = subprocess.run(
             [sys.executable, "-X", "importtime", "-m", module, *arguments],
-            env=helpers.environment(), capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            env=helpers.environment(),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
         assert "orchestrator.errors" in imported
         assert not {"torch", "mindspore", "sklearn"} & imported

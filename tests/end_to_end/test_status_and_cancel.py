@@ -56,12 +56,22 @@ def test_a_local_run_is_seen_and_cancelled_from_another_shell(run):
 @pytest.mark.parametrize("before", [[], ["nohup"]])
 def test_a_terminal_that_closes_stops_a_run_unless_that_was_to_be_ignored(run, before):
     terminal, its_end = pty.openpty()
-    line = (LIGHT, SMALL, f"run.dir={run}", "tracker=none", "job.pause_s=0.05",
-            f"train.updates={60 if before else 4000}")  # fmt: skip
+    line = (
+        LIGHT,
+        SMALL,
+        f"run.dir={run}",
+        "tracker=none",
+        "job.pause_s=0.05",
+        f"train.updates={60 if before else 4000}",
+    )
     process = subprocess.Popen(
-        ["setsid", "--ctty", *before, *command(*line)], env=environment(), stdin=its_end,
-        stdout=its_end, stderr=its_end, cwd=run.parent,
-    )  # fmt: skip
+        ["setsid", "--ctty", *before, *command(*line)],
+        env=environment(),
+        stdin=its_end,
+        stdout=its_end,
+        stderr=its_end,
+        cwd=run.parent,
+    )
     os.close(its_end)
     until((run / "metrics.jsonl").exists, 60, "the first update")
     process.send_signal(signal.SIGHUP)  # as the shell does, and then the kernel
@@ -96,9 +106,11 @@ def test_nothing_that_steers_a_terminal_gets_through(tmp_path):
     run = make_run(tmp_path / "run")
     run.rank_log(0).write_bytes(NASTY * 30_000)
     done = subprocess.run(
-        command("logs", run.path, module="orchestrator"), env=environment(), capture_output=True,
+        command("logs", run.path, module="orchestrator"),
+        env=environment(),
+        capture_output=True,
         check=True,
-    )  # fmt: skip
+    )
     text = done.stdout.decode()
     assert not set(text) & {"\x1b", "\x07", "\x9b"}
     assert text.count("plain\n") == 30_000

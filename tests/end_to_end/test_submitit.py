@@ -111,16 +111,30 @@ def test_memory_and_flags_are_asked_for_as_sbatch_would_have_them(monkeypatch, t
     monkeypatch.setenv(VARIABLE, "slurm cluster.account=mine")
     auto = AutoExecutor(tmp_path)
     auto.update_parameters(
-        mem_gb=1.5, timeout_min=90, nodes=2, tasks_per_node=4, gpus_per_node=4, cpus_per_task=3,
-        slurm_partition="gpu", slurm_comment="two words", slurm_signal_delay_s=120,
-        slurm_setup=["module load cuda"], slurm_additional_parameters={"mail-type": "FAIL"},
+        mem_gb=1.5,
+        timeout_min=90,
+        nodes=2,
+        tasks_per_node=4,
+        gpus_per_node=4,
+        cpus_per_task=3,
+        slurm_partition="gpu",
+        slurm_comment="two words",
+        slurm_signal_delay_s=120,
+        slurm_setup=["module load cuda"],
+        slurm_additional_parameters={"mail-type": "FAIL"},
         slurm_stderr_to_stdout=True,
-    )  # fmt: skip
+    )
     config, text = asked_for(auto, tmp_path)
     for flag in (
-        "--mem=1536M", "--time=90", "--nodes=2", "--gpus-per-node=4", "--partition=gpu",
-        "--comment='two words'", "--mail-type=FAIL", "--account=mine",
-    ):  # fmt: skip
+        "--mem=1536M",
+        "--time=90",
+        "--nodes=2",
+        "--gpus-per-node=4",
+        "--partition=gpu",
+        "--comment='two words'",
+        "--mail-type=FAIL",
+        "--account=mine",
+    ):
         assert f"#SBATCH {flag}\n" in text, flag
     assert "module load cuda\n" in text
     assert "STDERR_TO_STDOUT=1" in text

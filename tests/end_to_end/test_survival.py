@@ -16,10 +16,16 @@ from tests.helpers import TINY
 from tests.hold import begin_held
 
 RUN = (
-    TINY, "job.dropout=0.2", "accumulation.reduction=reproducible",
-    "accumulation.micro_batch=4", "accumulation.global_batch=48", "train.updates=12",
-    "train.evaluate_every=2", "tracker=none", "run.max_replacements=0",
-)  # fmt: skip
+    TINY,
+    "job.dropout=0.2",
+    "accumulation.reduction=reproducible",
+    "accumulation.micro_batch=4",
+    "accumulation.global_batch=48",
+    "train.updates=12",
+    "train.evaluate_every=2",
+    "tracker=none",
+    "run.max_replacements=0",
+)
 SHAPE = ("cluster.nodes=3", "cluster.ranks_per_node=2")
 EVERY_RANK = range(6)
 
@@ -91,10 +97,14 @@ def test_a_checkpoint_follows_the_first_boundary_after_a_loss(run):
 
 def test_a_node_that_holds_a_copy_in_shards_is_lost_and_comes_back_as_a_whole(run, tmp_path):
     more = (
-        "job.dropout=0", "accumulation.reduction=fast", "train.precision=float64",
-        "run.max_replacements=16", "train.checkpoint_every=1",
-        "train.checkpoint_in_background=true", "engine.shard_model=node",
-    )  # fmt: skip
+        "job.dropout=0",
+        "accumulation.reduction=fast",
+        "train.precision=float64",
+        "run.max_replacements=16",
+        "train.checkpoint_every=1",
+        "train.checkpoint_in_background=true",
+        "engine.shard_model=node",
+    )
     process, hold = begin_held(run, 3, *RUN, *SHAPE, *more, ranks=EVERY_RANK)
     hold.hold_before(6)
     hold.wait_until_held(6, EVERY_RANK)
@@ -121,9 +131,13 @@ def test_a_node_that_holds_a_copy_in_shards_is_lost_and_comes_back_as_a_whole(ru
 
 def test_below_the_least_number_of_nodes_a_checkpoint_is_written_and_the_run_fails(run):
     process, hold = begin_held(
-        run, 3, *RUN, "cluster.nodes={min: 2, max: 2}", "cluster.ranks_per_node=1",
+        run,
+        3,
+        *RUN,
+        "cluster.nodes={min: 2, max: 2}",
+        "cluster.ranks_per_node=1",
         "train.checkpoint_every=0",
-    )  # fmt: skip
+    )
     os.kill(helpers.rank_pid(run, 1), signal.SIGKILL)
     hold.release()
     output = helpers.await_exit(process, 1)

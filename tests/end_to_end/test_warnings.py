@@ -43,10 +43,18 @@ def written(run):
 
 def test_a_warning_of_any_rank_is_on_the_terminal_and_in_the_metrics(run):
     done = call(
-        WARNING, SMALL, f"run.dir={run}", "tracker=none", "train.updates=6",
-        "train.checkpoint_every=3", "train.evaluate_every=0", "accumulation.reduction=reproducible",
-        "accumulation.micro_batch=16", "accumulation.global_batch=160", code=0,
-    )  # fmt: skip
+        WARNING,
+        SMALL,
+        f"run.dir={run}",
+        "tracker=none",
+        "train.updates=6",
+        "train.checkpoint_every=3",
+        "train.evaluate_every=0",
+        "accumulation.reduction=reproducible",
+        "accumulation.micro_batch=16",
+        "accumulation.global_batch=160",
+        code=0,
+    )
     for said in (
         " ".join(done.stdout.split()),
         "\n".join(f"warning: {sentence}" for sentence in written(run)),
@@ -61,8 +69,13 @@ def test_a_warning_of_any_rank_is_on_the_terminal_and_in_the_metrics(run):
 
 def test_a_repository_that_git_does_not_read_is_said_to_have_no_known_commit(run):
     done = call(
-        LIGHT, SMALL, f"run.dir={run}", "tracker=none", "train.updates=1",
-        GIT_TEST_ASSUME_DIFFERENT_OWNER="1", code=0,
-    )  # fmt: skip
+        LIGHT,
+        SMALL,
+        f"run.dir={run}",
+        "tracker=none",
+        "train.updates=1",
+        GIT_TEST_ASSUME_DIFFERENT_OWNER="1",
+        code=0,
+    )
     for said in (" ".join(done.stdout.split()), "\n".join(written(run))):
         assert "git config --global --add safe.directory" in said

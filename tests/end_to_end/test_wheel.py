@@ -25,9 +25,13 @@ def installed(tmp_path_factory):
 def run(installed, folder, *arguments, module="orchestrator.launch"):
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments],
-        cwd=folder, env=environment(PYTHONPATH=str(installed)), capture_output=True, text=True,
-        check=False, timeout=120,
-    )  # fmt: skip
+        cwd=folder,
+        env=environment(PYTHONPATH=str(installed)),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -11,10 +11,15 @@ from tests.hold import begin_held
 
 SIZED = "job._target_=tests.tiny_job.Sized"
 BY_COST = (
-    "accumulation.micro_tokens=40", "accumulation.balance=measured", "accumulation.global_batch=48",
-    "job.dropout=0.2", "tracker=none", "train.evaluate_every=0", "run.survive=false",
+    "accumulation.micro_tokens=40",
+    "accumulation.balance=measured",
+    "accumulation.global_batch=48",
+    "job.dropout=0.2",
+    "tracker=none",
+    "train.evaluate_every=0",
+    "run.survive=false",
     "cluster.nodes=1",
-)  # fmt: skip
+)
 REPRODUCIBLE = "accumulation.reduction=reproducible"
 
 
@@ -22,9 +27,14 @@ def test_killed_and_resumed_on_other_ranks_the_bits_are_those_of_any_ranks(tmp_p
     words = (SIZED, *BY_COST, REPRODUCIBLE, "accumulation.batch_schedule=[[6,70]]")
     killed, digests = tmp_path / "killed", set()
     process, hold = begin_held(
-        killed, 5, *words, "cluster.ranks_per_node=2", "train.updates=12",
-        "train.checkpoint_every=2", "run.max_restarts=1",
-    )  # fmt: skip
+        killed,
+        5,
+        *words,
+        "cluster.ranks_per_node=2",
+        "train.updates=12",
+        "train.checkpoint_every=2",
+        "run.max_restarts=1",
+    )
     os.kill(rank_pid(killed, 1), signal.SIGKILL)
     hold.release()
     await_exit(process, 0)
@@ -53,9 +63,12 @@ def test_a_rank_that_is_slow_computes_fewer_samples_and_is_named(tmp_path):
 
 def test_held_out_data_are_dealt_by_their_lengths_and_have_the_same_figures(tmp_path):
     words = (
-        "job._target_=tests.tiny_job.SizedHeldOut", *BY_COST, REPRODUCIBLE, "train.updates=2",
+        "job._target_=tests.tiny_job.SizedHeldOut",
+        *BY_COST,
+        REPRODUCIBLE,
+        "train.updates=2",
         "train.evaluate_every=1",
-    )  # fmt: skip
+    )
     figures = []
     for count in (1, 3):
         run = tmp_path / f"{count}"
@@ -67,9 +80,14 @@ def test_held_out_data_are_dealt_by_their_lengths_and_have_the_same_figures(tmp_
 
 def test_ranks_with_shards_of_a_model_evaluate_rounds_of_alike_lengths(tmp_path):
     words = (
-        "job._target_=tests.tiny_job.SizedHeldOut", *BY_COST, "accumulation.balance=even",
-        "job.dropout=0", "train.precision=float64", "train.updates=2", "train.evaluate_every=1",
-    )  # fmt: skip
+        "job._target_=tests.tiny_job.SizedHeldOut",
+        *BY_COST,
+        "accumulation.balance=even",
+        "job.dropout=0",
+        "train.precision=float64",
+        "train.updates=2",
+        "train.evaluate_every=1",
+    )
     figures = []
     for shape in ((1, 1, "none"), (1, 3, "node")):
         run = tmp_path / f"{shape[1]}"
@@ -149,9 +167,14 @@ def test_a_restart_begins_with_the_speeds_that_were_measured_before(tmp_path):
 def test_survivors_keep_their_speeds(tmp_path):
     run = tmp_path / "run"
     words = (
-        SIZED, *BY_COST, "cluster.ranks_per_node=3", "train.updates=24", "job.slow_rank=2",
-        "run.survive=true", "run.max_replacements=0",
-    )  # fmt: skip
+        SIZED,
+        *BY_COST,
+        "cluster.ranks_per_node=3",
+        "train.updates=24",
+        "job.slow_rank=2",
+        "run.survive=true",
+        "run.max_replacements=0",
+    )
     call(
         *words, "job.fault=kill", "job.fault_rank=0", "job.fault_after=80", f"run.dir={run}", code=0
     )
@@ -165,9 +188,13 @@ def test_survivors_keep_their_speeds(tmp_path):
 
 def test_ranks_of_a_model_in_shards_have_as_many_micro_steps_and_the_same_update(tmp_path):
     words = (
-        SIZED, *BY_COST[:1], *BY_COST[2:], "job.dropout=0", "train.precision=float64",
+        SIZED,
+        *BY_COST[:1],
+        *BY_COST[2:],
+        "job.dropout=0",
+        "train.precision=float64",
         "train.updates=4",
-    )  # fmt: skip
+    )
     alone, shards = tmp_path / "alone", tmp_path / "shards"
     call(*words, "cluster.ranks_per_node=1", f"run.dir={alone}", code=0)
     in_shards = ("cluster.ranks_per_node=2", "engine.shard_model=all")

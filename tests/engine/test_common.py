@@ -49,7 +49,7 @@ def _losses(policy, *rows):
         ([], "the weights of update 3 add up to 0 over all ranks: no rank had a micro-step"),
         ([(1e308, 1.0)] * 2, "the weights of update 3 add up to inf"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("on_non_finite", ["stop", "skip"])
 def test_weights_that_cannot_be_divided_by_are_refused_by_both_policies(rows, said, on_non_finite):
     with pytest.raises(JobError, match=said):
@@ -256,11 +256,17 @@ def test_every_setting_reaches_the_engine():
     }
     settings = engine_settings(read_config(changed), Job())
     wanted = EngineSettings(
-        seed=5, precision="float64", clip_norm=2.0, on_non_finite="skip",
-        reduction="reproducible", norm="group", mode="pynative",
-        optimizer=settings.optimizer, bucket_bytes=settings.bucket_bytes,
+        seed=5,
+        precision="float64",
+        clip_norm=2.0,
+        on_non_finite="skip",
+        reduction="reproducible",
+        norm="group",
+        mode="pynative",
+        optimizer=settings.optimizer,
+        bucket_bytes=settings.bucket_bytes,
         loader_workers=settings.loader_workers,
-    )  # fmt: skip
+    )
     assert settings == wanted
 
 

@@ -23,19 +23,26 @@ def make_window(update, pieces, *, rate=None, first=0, first_number=0, **more):
     )
     rate = 0.1 / (1 + update) if rate is None else rate
     given = {
-        "samples": sum(count for _, count in pieces), "steps": len(micro_batches),
-        "micro_step_count": len(micro_batches), **more,
-    }  # fmt: skip
+        "samples": sum(count for _, count in pieces),
+        "steps": len(micro_batches),
+        "micro_step_count": len(micro_batches),
+        **more,
+    }
     return Window(update=update, micro_batches=micro_batches, learning_rate=rate, **given)
 
 
 def window_of(split, rank, update, **more):
     """Return the window of one rank of a split."""
     return make_window(
-        update, split.pieces(rank), samples=split.samples, steps=split.micro_steps,
-        samples_per_rank=split.samples_per_rank, micro_step_count=split.micro_step_count,
-        first_number=split.first_numbers[rank], **more,
-    )  # fmt: skip
+        update,
+        split.pieces(rank),
+        samples=split.samples,
+        steps=split.micro_steps,
+        samples_per_rank=split.samples_per_rank,
+        micro_step_count=split.micro_step_count,
+        first_number=split.first_numbers[rank],
+        **more,
+    )
 
 
 def compute(engine, window, most=None):

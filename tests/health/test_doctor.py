@@ -17,13 +17,20 @@ from tests.programs import script
 from tests.run_folders import record, result
 
 KIND = {
-    "JobRequeue": "1", "AuthInfo": "cred_expire=5", "TaskPlugin": "task/cgroup",
-    "ProctrackType": "proctrack/cgroup", "KillWait": "30 sec", "SLURM_VERSION": "22.05.8",
-}  # fmt: skip
+    "JobRequeue": "1",
+    "AuthInfo": "cred_expire=5",
+    "TaskPlugin": "task/cgroup",
+    "ProctrackType": "proctrack/cgroup",
+    "KillWait": "30 sec",
+    "SLURM_VERSION": "22.05.8",
+}
 HURTFUL = {
-    "JobRequeue": "0", "AuthInfo": "(null)", "TaskPlugin": "task/none",
-    "ProctrackType": "proctrack/linuxproc", "KillWait": "5 sec",
-}  # fmt: skip
+    "JobRequeue": "0",
+    "AuthInfo": "(null)",
+    "TaskPlugin": "task/none",
+    "ProctrackType": "proctrack/linuxproc",
+    "KillWait": "5 sec",
+}
 
 
 @pytest.mark.parametrize("setting", HURTFUL)
@@ -92,9 +99,14 @@ def test_here_it_sums_on_two_simulated_nodes(tmp_path):
 
 
 WELL = {
-    "interface": "eth0", "address": "10.0.0.1", "memory": 1e10, "scratch": 1e10,
-    "device_taken": 0.0, "clock_s": 0.0, "bytes_per_s": None,
-}  # fmt: skip
+    "interface": "eth0",
+    "address": "10.0.0.1",
+    "memory": 1e10,
+    "scratch": 1e10,
+    "device_taken": 0.0,
+    "clock_s": 0.0,
+    "bytes_per_s": None,
+}
 LINKS = """
 import json
 import torch, torch.distributed as dist

@@ -197,16 +197,29 @@ def test_whatever_is_otherwise_than_undisturbed_is_seen(case, tmp_path, small):
 
 def test_a_rehearsal_of_four_faults_ends_with_the_undisturbed_bits(tmp_path):
     done = helpers.verb(
-        "rehearse", *SMALL, "job.pause_s=0.06", "cluster.nodes=2", "cluster.ranks_per_node=2",
-        "train.updates=24", "--faults", 4, "--seed", SEED, "--into", tmp_path / "it's [of], ü",
-        "--json", code=0,
-    )  # fmt: skip
+        "rehearse",
+        *SMALL,
+        "job.pause_s=0.06",
+        "cluster.nodes=2",
+        "cluster.ranks_per_node=2",
+        "train.updates=24",
+        "--faults",
+        4,
+        "--seed",
+        SEED,
+        "--into",
+        tmp_path / "it's [of], ü",
+        "--json",
+        code=0,
+    )
     found = json.loads(done.stdout)
     assert not found["wrong"]
     assert [(row["kind"], row["how"]) for row in found["rows"]] == [
-        ("kill a rank", "survived"), ("stop, resume", "resume"), ("freeze a node", "survived"),
+        ("kill a rank", "survived"),
+        ("stop, resume", "resume"),
+        ("freeze a node", "survived"),
         ("kill the launcher", "resume"),
-    ]  # fmt: skip
+    ]
     assert all(row["equal"] and not row["samples_lost"] for row in found["rows"])
     assert all(row["noticed_s"] is not None for row in found["rows"])
     assert not helpers.processes_of(tmp_path)

@@ -11,10 +11,18 @@ from orchestrator.trainer.setup import build_job
 from tests.helpers import call, compare, records, result
 
 COMMON = (
-    "job=gpt2", "job.width=16", "job.heads=2", "job.samples=200", "job.held_out=30",
-    "accumulation.global_batch=40", "accumulation.micro_tokens=120", "train.epochs=null",
-    "train.updates=8", "cluster.nodes=1", "tracker=none",
-)  # fmt: skip
+    "job=gpt2",
+    "job.width=16",
+    "job.heads=2",
+    "job.samples=200",
+    "job.held_out=30",
+    "accumulation.global_batch=40",
+    "accumulation.micro_tokens=120",
+    "train.epochs=null",
+    "train.updates=8",
+    "cluster.nodes=1",
+    "tracker=none",
+)
 
 
 def start(run, ranks, *overrides):

@@ -5,10 +5,17 @@ import pytest
 from tests.helpers import call, records, result
 
 COMMON = (
-    "job=vae", "job.samples=300", "job.held_out=30", "job.annealing_updates=4", "cluster.nodes=1",
-    "accumulation.global_batch=50", "train.epochs=null", "train.updates=8",
-    "train.precision=float64", "tracker=none",
-)  # fmt: skip
+    "job=vae",
+    "job.samples=300",
+    "job.held_out=30",
+    "job.annealing_updates=4",
+    "cluster.nodes=1",
+    "accumulation.global_batch=50",
+    "train.epochs=null",
+    "train.updates=8",
+    "train.precision=float64",
+    "tracker=none",
+)
 
 
 @pytest.fixture(scope="module")

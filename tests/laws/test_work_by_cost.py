@@ -79,9 +79,15 @@ def train(job, ranks, *, precision="float64", own_speeds=False, **batch):
     """Return each rank's (weights, losses) after some updates."""
     lengths = np.array(job.dataset().lengths)
     values = {
-        "nodes": 1, "ranks_per_node": ranks, "dataset_samples": SAMPLES, "updates": UPDATES,
-        "lengths": lengths, "global_batch": 9, "base_lr": 0.05, **batch,
-    }  # fmt: skip
+        "nodes": 1,
+        "ranks_per_node": ranks,
+        "dataset_samples": SAMPLES,
+        "updates": UPDATES,
+        "lengths": lengths,
+        "global_batch": 9,
+        "base_lr": 0.05,
+        **batch,
+    }
     plan = make_plan(**values)
 
     def be(group):

@@ -29,10 +29,14 @@ schedules = st.dictionaries(st.integers(1, 60), st.integers(1, 90), max_size=5).
 def branch_at(order: DataOrder, updates: int) -> Branch:
     epoch, position = order.place(updates)
     return Branch(
-        run="runs/a", updates=updates, epoch=epoch, position=position, seed=order.seed,
+        run="runs/a",
+        updates=updates,
+        epoch=epoch,
+        position=position,
+        seed=order.seed,
         global_batch=order.batch_of(order.updates_before_epoch(epoch)),
         dataset_samples=order.dataset_samples,
-    )  # fmt: skip
+    )
 
 
 fields = {
@@ -176,14 +180,24 @@ def test_ranks_together_compute_any_update_in_micro_batches_of_the_first_stage(
 
 def test_stages_are_in_the_plan_with_their_rates():
     plan = make_plan(
-        nodes=1, ranks_per_node=2, dataset_samples=10**6, global_batch=256, updates=9_000,
-        batch_schedule=[[1000, 512], [5000, 3072]], scaling="linear", base_lr=0.1,
-    )  # fmt: skip
+        nodes=1,
+        ranks_per_node=2,
+        dataset_samples=10**6,
+        global_batch=256,
+        updates=9_000,
+        batch_schedule=[[1000, 512], [5000, 3072]],
+        scaling="linear",
+        base_lr=0.1,
+    )
     assert plan.to_json()["batch_schedule"] == [
         {"update": 1000, "global_batch": 512, "micro_steps": 8, "learning_rate_peak": 0.2},
-        {"update": 5000, "global_batch": 3072, "micro_steps": 48,
-         "learning_rate_peak": pytest.approx(1.2)},
-    ]  # fmt: skip
+        {
+            "update": 5000,
+            "global_batch": 3072,
+            "micro_steps": 48,
+            "learning_rate_peak": pytest.approx(1.2),
+        },
+    ]
     schedule = plan.rates.schedule
     assert [schedule.learning_rate(u) for u in (0, 999, 1000, 4999)] == [0.1, 0.1, 0.2, 0.2]
     assert plan.rates.peak == pytest.approx(1.2)
@@ -200,9 +214,14 @@ def test_stages_are_in_the_plan_with_their_rates():
 def test_the_peak_of_the_plan_is_the_highest_rate(updates, warmup, decay, scaling, stages):
     assume(warmup <= updates)
     schedule = make_plan(
-        dataset_samples=10**6, global_batch=64, updates=updates, warmup_updates=warmup,
-        decay=decay, scaling=scaling, batch_schedule=[list(stage) for stage in stages],
-    ).rates.schedule  # fmt: skip
+        dataset_samples=10**6,
+        global_batch=64,
+        updates=updates,
+        warmup_updates=warmup,
+        decay=decay,
+        scaling=scaling,
+        batch_schedule=[list(stage) for stage in stages],
+    ).rates.schedule
     rates = [schedule.learning_rate(update) for update in range(updates)]
     if updates > 1:  # an only update trains at its peak
         assert schedule.peak == pytest.approx(max(rates))
@@ -226,9 +245,12 @@ def test_a_length_in_samples_is_the_least_number_of_updates(ragged, samples, upd
 def test_a_branch_is_the_walk_from_its_place(trunk, updates, own):
     """With another batch, schedule and treatment of an epoch's end, all in closed form."""
     own = replace(
-        own, dataset_samples=(size := trunk.dataset_samples), ragged="carry", batch_schedule=(),
+        own,
+        dataset_samples=(size := trunk.dataset_samples),
+        ragged="carry",
+        batch_schedule=(),
         global_batch=min(own.global_batch, size),
-    )  # fmt: skip
+    )
     for ragged in RAGGED:
         order = replace(own, ragged=ragged, branch=branch_at(trunk, updates))
         order = replace(order, batch_schedule=((3, min(5, size)), (9, size)))
@@ -344,21 +366,43 @@ TRUNK = branch_at(DataOrder(dataset_samples=100, global_batch=15), 10)  # after 
     ("values", "expected"),
     [
         ({"batch_schedule": [[6, 20]]}, []),
-        ({"batch_schedule": [[7, 20], [9, 30]]},
-         [("accumulation.batch_schedule: the run has 7 updates, so it ends before the batch of 20 "
-          "from update 7 on")]),
-        ({"batch_schedule": [[6, 101]]},
-         [("accumulation.batch_schedule from update 6 on: G=101 is more than the 100 samples of "
-          "the data set: an update holds 100")]),
-        ({"batch_schedule": [[2, 30]], "ragged": "drop"},
-         ["accumulation.ragged=drop leaves 30 samples out of the ends of 2 epochs of 100"]),
-        ({"branch": TRUNK, "ragged": "drop"},
-         ["accumulation.ragged=drop leaves 5 samples out of the ends of 1 epoch of 100"]),
-        ({"branch": TRUNK, "seed": 1},
-         [("train.seed=1 is not that of runs/a (0): the rest of epoch 1 comes in another order, "
-          "with samples that were used already")]),
+        (
+            {"batch_schedule": [[7, 20], [9, 30]]},
+            [
+                (
+                    "accumulation.batch_schedule: the run has 7 updates, so it ends before the "
+                    "batch of 20 from update 7 on"
+                )
+            ],
+        ),
+        (
+            {"batch_schedule": [[6, 101]]},
+            [
+                (
+                    "accumulation.batch_schedule from update 6 on: G=101 is more than the 100 "
+                    "samples of the data set: an update holds 100"
+                )
+            ],
+        ),
+        (
+            {"batch_schedule": [[2, 30]], "ragged": "drop"},
+            ["accumulation.ragged=drop leaves 30 samples out of the ends of 2 epochs of 100"],
+        ),
+        (
+            {"branch": TRUNK, "ragged": "drop"},
+            ["accumulation.ragged=drop leaves 5 samples out of the ends of 1 epoch of 100"],
+        ),
+        (
+            {"branch": TRUNK, "seed": 1},
+            [
+                (
+                    "train.seed=1 is not that of runs/a (0): the rest of epoch 1 comes in another "
+                    "order, with samples that were used already"
+                )
+            ],
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_schedule_is_warned_of_in_these_words(values, expected):
     plan = make_plan(global_batch=10, updates=7, steps=1, dataset_samples=100, **values)
     assert list(plan.warnings) == expected

@@ -87,9 +87,11 @@ def test_every_sample_is_computed_once_within_the_budget(
 
 
 @given(
-    samples=st.integers(1, 200), length=st.integers(1, 50), each=st.integers(1, 30),
+    samples=st.integers(1, 200),
+    length=st.integers(1, 50),
+    each=st.integers(1, 30),
     ranks=st.integers(1, 9),
-)  # fmt: skip
+)
 def test_equal_lengths_give_leaves_as_they_come(samples, length, each, ranks):
     budget = TokenBudget(micro_tokens=each * length)
     lengths = np.full(samples, length)
@@ -142,9 +144,13 @@ def test_a_digest_of_costs_tells_cost_functions_apart():
 @pytest.mark.parametrize(
     "cost",
     [
-        lambda *_: 0, lambda *_: float("inf"), lambda *_: -1.0, lambda *_: None, lambda *_: "much",
+        lambda *_: 0,
+        lambda *_: float("inf"),
+        lambda *_: -1.0,
+        lambda *_: None,
+        lambda *_: "much",
     ],
-)  # fmt: skip
+)
 def test_a_cost_that_is_no_cost_is_refused(cost):
     with pytest.raises(PlanError, match=r"cost\(9, 1\) must be a number above 0"):
         split_by_cost(np.array([9]), 1, TokenBudget(micro_tokens=9, cost=cost))
@@ -242,9 +248,14 @@ def test_too_little_work_for_measured_ranks_is_refused_with_the_nearest_value(ba
 
 def test_too_few_micro_steps_by_length_are_refused_with_a_budget_that_gives_enough():
     values = {
-        "nodes": 1, "ranks_per_node": 5, "dataset_samples": 80, "balance": "measured",
-        "global_batch": 16, "reduction": "reproducible", "lengths": np.full(80, 8),
-    }  # fmt: skip
+        "nodes": 1,
+        "ranks_per_node": 5,
+        "dataset_samples": 80,
+        "balance": "measured",
+        "global_batch": 16,
+        "reduction": "reproducible",
+        "lengths": np.full(80, 8),
+    }
     with pytest.raises(PlanError, match="needs work for every rank") as refused:
         make_plan(**values, micro_tokens=64)
     tokens = int(re.search(r"try accumulation\.micro_tokens=(\d+),", str(refused.value))[1])

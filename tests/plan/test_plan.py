@@ -24,9 +24,16 @@ def plan(**values) -> SimpleNamespace:
 def test_the_names_that_scripts_rely_on_are_there():
     data = plan(dataset_samples=1000, parameters=700_000, epochs=2).to_json()
     promised = {
-        "ranks", "nodes", "global_batch", "micro_steps", "samples_per_rank", "micro_batches",
-        "bytes_on_wire_per_update", "collectives_per_update", "updates",
-    }  # fmt: skip
+        "ranks",
+        "nodes",
+        "global_batch",
+        "micro_steps",
+        "samples_per_rank",
+        "micro_batches",
+        "bytes_on_wire_per_update",
+        "collectives_per_update",
+        "updates",
+    }
     assert promised <= set(data)
     assert data["updates"] == 8
     assert data["updates_per_epoch"] == 4

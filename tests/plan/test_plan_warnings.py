@@ -21,23 +21,54 @@ LEFT_OUT = "accumulation.ragged=drop leaves 20 of 120 samples out of each epoch"
     ("stated", "expected"),
     [
         ({"global_batch": 3, "steps": 1}, [IDLE]),
-        ({"global_batch": 10, "micro_batch": 5, "reduction": "reproducible"},
-         [("ranks 2-3 of 4 will be idle: there is no work for them in an update of 10 samples in "
-          "leaves of 5"),
-          ("2 leaves do not divide evenly: 2 of 4 ranks take 1 and the others wait for them; "
-          "accumulation.global_batch=20 would fill all ranks at accumulation.micro_batch=5")]),
-        ({"global_batch": 3},
-         [IDLE, ("accumulation.steps=4 is more than the samples of a rank, which are 1 at most: it "
-          "takes 1 micro-step")]),
-        ({"global_batch": 8, "steps": 5},
-         [("accumulation.steps=5 is more than the samples of a rank, which are 2 at most: it takes "
-          "2 micro-steps")]),
+        (
+            {"global_batch": 10, "micro_batch": 5, "reduction": "reproducible"},
+            [
+                (
+                    "ranks 2-3 of 4 will be idle: there is no work for them in an update of 10 "
+                    "samples in leaves of 5"
+                ),
+                (
+                    "2 leaves do not divide evenly: 2 of 4 ranks take 1 and the others wait for "
+                    "them; "
+                    "accumulation.global_batch=20 would fill all ranks at "
+                    "accumulation.micro_batch=5"
+                ),
+            ],
+        ),
+        (
+            {"global_batch": 3},
+            [
+                IDLE,
+                (
+                    "accumulation.steps=4 is more than the samples of a rank, which are 1 at most: "
+                    "it takes 1 micro-step"
+                ),
+            ],
+        ),
+        (
+            {"global_batch": 8, "steps": 5},
+            [
+                (
+                    "accumulation.steps=5 is more than the samples of a rank, which are 2 at most: "
+                    "it takes 2 micro-steps"
+                )
+            ],
+        ),
         ({"global_batch": 8, "steps": 2}, []),
-        ({"global_batch": 100, "micro_batch": 5, "dataset_samples": 30},
-         [("an update holds 30 samples, fewer than accumulation.global_batch=100: it takes 2 "
-          "micro-steps of at most 5, not 5"),
-          ("accumulation.global_batch=100 is more than the 30 samples of the data set: an update "
-          "holds 30")]),
+        (
+            {"global_batch": 100, "micro_batch": 5, "dataset_samples": 30},
+            [
+                (
+                    "an update holds 30 samples, fewer than accumulation.global_batch=100: it "
+                    "takes 2 micro-steps of at most 5, not 5"
+                ),
+                (
+                    "accumulation.global_batch=100 is more than the 30 samples of the data set: an "
+                    "update holds 30"
+                ),
+            ],
+        ),
         ({**LEAVES, "global_batch": 64}, []),
         (LEAVES, [UNEVEN + FILLED]),
         ({**LEAVES, "dataset_samples": 96}, [UNEVEN + FILLED]),
@@ -54,13 +85,20 @@ LEFT_OUT = "accumulation.ragged=drop leaves 20 of 120 samples out of each epoch"
         ({**DROP, "updates": 4}, [LEFT_OUT + " (others each time)"]),
         ({**DROP, "updates": 4, "dataset_samples": 100}, []),
         ({**DROP, "updates": 4, "ragged": "update"}, []),
-        (WARM, [("schedule.warmup_updates=5 is more than the 4 updates of the run: the learning "
-                "rate never reaches its peak")]),
+        (
+            WARM,
+            [
+                (
+                    "schedule.warmup_updates=5 is more than the 4 updates of the run: the learning "
+                    "rate never reaches its peak"
+                )
+            ],
+        ),
         ({**WARM, "warmup_updates": 4}, []),
         ({**WARM, "own_rate": True}, []),
         ({**WARM, "updates": None}, []),
     ],
-)  # fmt: skip
+)
 def test_a_plan_warns_of_this_in_these_words_and_of_no_more(stated, expected):
     assert list(make_plan(nodes=2, ranks_per_node=2, **stated).warnings) == expected
 
@@ -73,13 +111,19 @@ def test_ranks_are_named_in_eight_runs_at_most():
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"kind": "slurm", "gpus_per_node": "a100:4"},
-         [("cluster.gpus_per_node=a100:4, but cluster.ranks_per_node=2: each node has 2 idle GPUs, "
-          "as each rank uses one; try cluster.ranks_per_node=4")]),
+        (
+            {"kind": "slurm", "gpus_per_node": "a100:4"},
+            [
+                (
+                    "cluster.gpus_per_node=a100:4, but cluster.ranks_per_node=2: each node has 2 "
+                    "idle GPUs, as each rank uses one; try cluster.ranks_per_node=4"
+                )
+            ],
+        ),
         ({"kind": "slurm", "gpus_per_node": 2}, []),
         ({"kind": "slurm"}, []),
         ({"kind": "local", "gpus_per_node": 4}, []),
     ],
-)  # fmt: skip
+)
 def test_a_plan_warns_of_gpus_without_a_rank(given, expected):
     assert list(make_plan(global_batch=8, steps=1, **given).warnings) == expected

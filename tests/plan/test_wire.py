@@ -60,9 +60,19 @@ def test_a_bucket_below_one_byte_is_refused():
 
 @pytest.mark.parametrize(
     ("mib", "early", "late"),
-    [(1, 1, 1), (3, 1, 1), (3.5, 2, 1), (8, 2, 1), (24, 3, 1), (40, 5, 2), (100, 8, 4),
-     (200, 8, 8), (216, 9, 9), (1000, 40, 40)],
-)  # fmt: skip
+    [
+        (1, 1, 1),
+        (3, 1, 1),
+        (3.5, 2, 1),
+        (8, 2, 1),
+        (24, 3, 1),
+        (40, 5, 2),
+        (100, 8, 4),
+        (200, 8, 8),
+        (216, 9, 9),
+        (1000, 40, 40),
+    ],
+)
 def test_buckets_of_no_stated_size_are_two_to_eight_but_neither_small_nor_large(mib, early, late):
     payload = int(mib * 2**20)
     assert [bucket_count(payload, None), bucket_count(payload, None, early=False)] == [early, late]

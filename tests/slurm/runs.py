@@ -73,8 +73,14 @@ def nodes_of(cluster: DevCluster, job: str) -> list[str]:
 
 
 def over(cluster: DevCluster, job: str) -> bool:
-    return queue_state(cluster, job) not in ("PENDING", "RUNNING", "COMPLETING", "SIGNALING",
-                                             "REQUEUED", "CONFIGURING")  # fmt: skip
+    return queue_state(cluster, job) not in (
+        "PENDING",
+        "RUNNING",
+        "COMPLETING",
+        "SIGNALING",
+        "REQUEUED",
+        "CONFIGURING",
+    )
 
 
 def accounted(cluster: DevCluster, job: str) -> str:
@@ -92,8 +98,9 @@ def wait_for_update(run: Path, update: int, attempt: int = 0, timeout_s: float =
     """Wait until `update` or a later one of this attempt or a later one is recorded."""
     until(
         lambda: any(r["update"] >= update and r["attempt"] >= attempt for r in records(run)[-9:]),
-        timeout_s, f"update {update} of attempt {attempt} in {run.name}",
-    )  # fmt: skip
+        timeout_s,
+        f"update {update} of attempt {attempt} in {run.name}",
+    )
     return time.monotonic()
 
 

@@ -37,10 +37,15 @@ def limited(slurm, tmp_path_factory):
     for ahead_s in (1, 60):
         run = folder / f"{ahead_s}"
         holds[run] = runs.submit_long(
-            slurm, run, "train.checkpoint_every=1000", "cluster.partition=short",
+            slurm,
+            run,
+            "train.checkpoint_every=1000",
+            "cluster.partition=short",
             f"cluster.time_min={'1' if ahead_s == 1 else 'null'}",
-            f"cluster.signal_ahead_s={ahead_s}", "job.pause_s=0.1", *ONE_NODE,
-        )  # fmt: skip
+            f"cluster.signal_ahead_s={ahead_s}",
+            "job.pause_s=0.1",
+            *ONE_NODE,
+        )
     return holds
 
 
@@ -194,10 +199,17 @@ def test_a_requeued_program_gets_its_signal_and_the_submitted_code_runs_again(sl
     script(tmp_path, PREEMPTED)
     helper = script(tmp_path, "VERSION = 'submitted'\n", "helper.py")
     runs.verb(
-        "run", "+cluster=slurm_dev", f"cluster.slurm_conf={slurm.slurm_conf}", *runs.SHAPE,
-        f"run.dir={tmp_path / 'run'}", "+cluster.slurm_flags.begin=now+1hour", "--", "train.py",
-        cwd=tmp_path, code=0,
-    )  # fmt: skip
+        "run",
+        "+cluster=slurm_dev",
+        f"cluster.slurm_conf={slurm.slurm_conf}",
+        *runs.SHAPE,
+        f"run.dir={tmp_path / 'run'}",
+        "+cluster.slurm_flags.begin=now+1hour",
+        "--",
+        "train.py",
+        cwd=tmp_path,
+        code=0,
+    )
     helper.write_text("VERSION = 'edited'\n")
     script(tmp_path, "raise SystemExit('edited')\n")
     runs.release(slurm, tmp_path / "run")

@@ -6,17 +6,27 @@ from tests.helpers import node_process, until
 from tests.hold import Hold
 from tests.slurm import runs
 
-LINE = ("job._target_=tests.engine.mindspore.jobs.SlowLine", "train.updates=60",
-        "accumulation.global_batch=128", "train.checkpoint_every=25", "optimizer=sgd")  # fmt: skip
+LINE = (
+    "job._target_=tests.engine.mindspore.jobs.SlowLine",
+    "train.updates=60",
+    "accumulation.global_batch=128",
+    "train.checkpoint_every=25",
+    "optimizer=sgd",
+)
 
 
 def test_preempted_once_and_killed_once_it_ends_with_the_bits_of_one_left_alone(slurm, tmp_path):
     run = tmp_path / "run"
     hold = Hold(tmp_path / "hold").hold_before(59)
     job = runs.submit(
-        slurm, run, *LINE, "job.pause_s=0.03", hold.override, "cluster.partition=low",
+        slurm,
+        run,
+        *LINE,
+        "job.pause_s=0.03",
+        hold.override,
+        "cluster.partition=low",
         "run.max_restarts=1",
-    )  # fmt: skip
+    )
     runs.wait_for_update(run, 5)
     other = runs.occupy(slurm, "true", "-p", "high", "-N", "4", "--exclusive")
     until(lambda: runs.over(slurm, other), 60, "the preempting job's end")

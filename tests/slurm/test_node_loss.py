@@ -59,10 +59,15 @@ def test_lost_nodes_are_replaced_and_ranks_that_live_on_are_fenced_off(mended, t
 
 UPDATES = 150
 SURVIVES = (
-    TINY, f"train.updates={UPDATES}", "job.dropout=0.2", "accumulation.micro_batch=4",
-    "accumulation.global_batch=48", "accumulation.steps=null", "train.evaluate_every=50",
+    TINY,
+    f"train.updates={UPDATES}",
+    "job.dropout=0.2",
+    "accumulation.micro_batch=4",
+    "accumulation.global_batch=48",
+    "accumulation.steps=null",
+    "train.evaluate_every=50",
     "accumulation.reduction=reproducible",
-)  # fmt: skip
+)
 
 
 def ranks_of(run, key, word):
@@ -79,9 +84,15 @@ def test_a_worker_an_agent_and_a_node_are_lost_and_the_job_goes_on(mended, tmp_p
     run = tmp_path / "run"
     hold = Hold(tmp_path / "hold").hold_before(UPDATES - 1)
     job = runs.submit(
-        mended, run, *SURVIVES, hold.override, "job.pause_s=0.1",
-        "train.checkpoint_every=0", "cluster.nodes=3", "cluster.ranks_per_node=2",
-    )  # fmt: skip
+        mended,
+        run,
+        *SURVIVES,
+        hold.override,
+        "job.pause_s=0.1",
+        "train.checkpoint_every=0",
+        "cluster.nodes=3",
+        "cluster.ranks_per_node=2",
+    )
     one = ("cluster.nodes=1", "cluster.ranks_per_node=2")
     digest = runs.reference(tmp_path / "undisturbed", *SURVIVES, *one)
     runs.wait_for_update(run, 3)

@@ -18,10 +18,15 @@ from tests.slurm.runs import queued, wrapped_sbatch
 
 HELD = "+cluster.slurm_flags.begin=now+3600"
 ENCLOSING_JOB = {
-    "SLURM_JOB_ID": "77", "SLURM_NTASKS": "9", "SLURM_JOB_PARTITION": "short", "RANK": "5",
-    "SRUN_CPUS_PER_TASK": "3", "SLURM_CPU_BIND": "verbose", "SUBMITIT_EXECUTOR": "local",
+    "SLURM_JOB_ID": "77",
+    "SLURM_NTASKS": "9",
+    "SLURM_JOB_PARTITION": "short",
+    "RANK": "5",
+    "SRUN_CPUS_PER_TASK": "3",
+    "SLURM_CPU_BIND": "verbose",
+    "SUBMITIT_EXECUTOR": "local",
     "MASTER_PORT": "1",
-}  # fmt: skip
+}
 
 
 def test_a_submitted_run_is_as_planned_and_ends_with_the_local_runs_weights(slurm, tmp_path):
@@ -34,8 +39,11 @@ def test_a_submitted_run_is_as_planned_and_ends_with_the_local_runs_weights(slur
     assert not run.exists()
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "orchestrator.launch", *options],
-        env=environment(**ENCLOSING_JOB), capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        env=environment(**ENCLOSING_JOB),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
     assert "submitit" in imported
@@ -203,8 +211,9 @@ def test_a_run_whose_submitter_was_killed_trains_and_is_found_when_it_is_over(sl
     script = str(run / "submitit" / "000.sh")
     until(
         lambda: (job, script) in accounted_scripts(client, run.stat().st_uid, since=0.0 + 2e5),
-        30, "sacct's row: a job that squeue has forgotten is found there",
-    )  # fmt: skip
+        30,
+        "sacct's row: a job that squeue has forgotten is found there",
+    )
 
 
 def test_a_controller_that_dies_between_two_arrays_leaves_what_was_queued(mended, tmp_path):

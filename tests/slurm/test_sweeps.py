@@ -45,9 +45,10 @@ def swept(slurm, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sweeps")
     sweep, hold = folder / "sweep", Hold(folder / "hold").hold_before(299)
     line = (
-        "-m", *runs.overrides(slurm, sweep, "train.updates=300", "job.pause_s=0.1", *STEPS),
+        "-m",
+        *runs.overrides(slurm, sweep, "train.updates=300", "job.pause_s=0.1", *STEPS),
         hold.override,
-    )  # fmt: skip
+    )
     typed = begin(*line, **runs.QUIET)
     until((sweep / "3" / "handle.json").exists, 60, "the submission")
     with contextlib.suppress(ProcessLookupError):  # it ends by itself once all are submitted
@@ -102,8 +103,17 @@ def few(slurm):
     user, shown = getpass.getuser(), ("scontrol", "show", "assoc_mgr", "flags=assoc")
 
     def set_limit(count):
-        slurm.command("sacctmgr", "-i", "modify", "user", user, "where", "account=few", "set",
-                      f"MaxSubmitJobs={count}")  # fmt: skip
+        slurm.command(
+            "sacctmgr",
+            "-i",
+            "modify",
+            "user",
+            user,
+            "where",
+            "account=few",
+            "set",
+            f"MaxSubmitJobs={count}",
+        )
         until(lambda: f"MaxSubmitJobs={count}(" in slurm.command(*shown), 20, "the limit")
 
     slurm.command("sacctmgr", "-i", "add", "account", "few")
@@ -142,12 +152,23 @@ def test_the_same_line_submits_the_points_that_did_not_fit_before(slurm, tmp_pat
 def test_jobs_of_a_killed_search_are_found_again_and_a_hopeless_one_is_stopped(slurm, tmp_path):
     folder = tmp_path / "found"
     line = (
-        "-m", "+cluster=slurm_dev", f"cluster.slurm_conf={slurm.slurm_conf}", "tracker=none",
-        "cluster.nodes=1", "cluster.ranks_per_node=1", "job.arguments.k=1", "sweep.search=grid",
-        f"run.dir={folder}", "job.arguments.lr=0.3,0.31,0.32,0.33,0.34,5", "sweep.prune=median",
-        "sweep.parallel=3", "job.arguments.updates=400", "job.arguments.pause=0.05",
-        "job.arguments.slow_from=1", *line_of(folder)[-2:],
-    )  # fmt: skip
+        "-m",
+        "+cluster=slurm_dev",
+        f"cluster.slurm_conf={slurm.slurm_conf}",
+        "tracker=none",
+        "cluster.nodes=1",
+        "cluster.ranks_per_node=1",
+        "job.arguments.k=1",
+        "sweep.search=grid",
+        f"run.dir={folder}",
+        "job.arguments.lr=0.3,0.31,0.32,0.33,0.34,5",
+        "sweep.prune=median",
+        "sweep.parallel=3",
+        "job.arguments.updates=400",
+        "job.arguments.pause=0.05",
+        "job.arguments.slow_from=1",
+        *line_of(folder)[-2:],
+    )
     begun = begin(*line, **runs.QUIET)
     until((folder / "2" / "handle.json").exists, 60, "the third submission")
     begun.send_signal(signal.SIGKILL)

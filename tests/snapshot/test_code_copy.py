@@ -14,9 +14,20 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.snapshot import CODE_VARIABLE, code_state, submitted
 
 SECRETS = (
-    ".env", ".env.local", "conf/prod.env", "id_rsa", "keys/id_ed25519", ".aws/credentials",
-    ".ssh/config", "server.pem", "KEY.PEM", ".netrc", "credentials.json", "token", ".npmrc",
-)  # fmt: skip
+    ".env",
+    ".env.local",
+    "conf/prod.env",
+    "id_rsa",
+    "keys/id_ed25519",
+    ".aws/credentials",
+    ".ssh/config",
+    "server.pem",
+    "KEY.PEM",
+    ".netrc",
+    "credentials.json",
+    "token",
+    ".npmrc",
+)
 CODE = ("mine.py", "secrets.py", "package/credentials.py", "conf/environment.yaml")
 
 
@@ -154,9 +165,12 @@ def test_the_runs_code_comes_first_in_the_path_of_what_the_batch_script_starts(t
         )
     done = subprocess.run(
         [sys.executable, "-u", "-P", entry, "after", "run", "0", "0", ""],
-        cwd=tmp_path, capture_output=True, text=True, check=True,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
         env={"ORCHESTRATOR_PYTHONPATH": f"{copy}:{tmp_path}", "PYTHONPATH": str(user)},
-    )  # fmt: skip
+    )
     assert done.stdout == f"ours {copy} {copy}:{tmp_path}:{user}\n"
 
 

@@ -167,9 +167,15 @@ def test_a_program_is_made_of_the_files_that_its_words_name_but_for_what_it_wrot
     for file in files:
         file.write_text("true\n")
     words = ("bash", "train.sh", "--data=data.csv", "--log", "log.txt", f"and/or {'x' * 300}")
-    line = ("-m", "job.arguments.x=1,2", "job.argument_style=words", f"run.dir={tmp_path}/sweep",
-            "job.arguments.folder=folder", "job.arguments.all=[data.csv,more.txt]",
-            *program_overrides(words))  # fmt: skip
+    line = (
+        "-m",
+        "job.arguments.x=1,2",
+        "job.argument_style=words",
+        f"run.dir={tmp_path}/sweep",
+        "job.arguments.folder=folder",
+        "job.arguments.all=[data.csv,more.txt]",
+        *program_overrides(words),
+    )
 
     def tasks():
         return tasks_of(check_points(Composer(read_command_line(line))))
@@ -182,10 +188,12 @@ def test_a_program_is_made_of_the_files_that_its_words_name_but_for_what_it_wrot
     assert {task.action for task in tasks()} == {Action.START}
     [why] = {task.why for task in tasks()}
     assert why.removeprefix("changed: ").split(", ") == [
-        "data.csv has changed", "data.csv (job.arguments.all) has changed",
-        "files of job.arguments.folder have changed", "more.txt (job.arguments.all) has changed",
+        "data.csv has changed",
+        "data.csv (job.arguments.all) has changed",
+        "files of job.arguments.folder have changed",
+        "more.txt (job.arguments.all) has changed",
         "train.sh has changed",
-    ]  # fmt: skip
+    ]
 
 
 def test_where_and_how_a_point_is_run_is_no_change_unless_that_is_what_is_compared(sweep):

@@ -95,9 +95,16 @@ def check(run, job):
 
 def test_a_callback_of_a_package_sees_leaves_and_gradients_of_a_job_and_stops_it(tmp_path, where):
     run = tmp_path / "run"
-    words = ("cluster.nodes=1", "cluster.ranks_per_node=2", "accumulation.global_batch=24",
-             "accumulation.micro_batch=4", "accumulation.steps=null", "train.updates=6",
-             "accumulation.reduction=reproducible", "tracker=none")  # fmt: skip
+    words = (
+        "cluster.nodes=1",
+        "cluster.ranks_per_node=2",
+        "accumulation.global_batch=24",
+        "accumulation.micro_batch=4",
+        "accumulation.steps=null",
+        "train.updates=6",
+        "accumulation.reduction=reproducible",
+        "tracker=none",
+    )
     call(TINY, *words, "run.callbacks=[watch]", f"run.dir={run}", code=3, **where)
     check(run, "Tiny")
     verb("resume", run, "run.callbacks=[]", code=0, **where)

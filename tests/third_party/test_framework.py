@@ -14,8 +14,15 @@ from tests import warm
 from tests.helpers import LIGHT, call, compare, result
 
 HERE = warm.PATH.split(os.pathsep)[1]
-WORDS = (LIGHT, "tracker=none", "accumulation.global_batch=40", "accumulation.steps=2",
-         "train.updates=9", "train.checkpoint_every=3", "cluster.nodes=1")  # fmt: skip
+WORDS = (
+    LIGHT,
+    "tracker=none",
+    "accumulation.global_batch=40",
+    "accumulation.steps=2",
+    "train.updates=9",
+    "train.checkpoint_every=3",
+    "cluster.nodes=1",
+)
 
 
 @pytest.fixture

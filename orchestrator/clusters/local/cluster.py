@@ -132,13 +132,19 @@ class LocalHandle(Handle):
         nodes = [
             {
                 "spec": NodeSpec.of(
-                    config, request.run, request.attempt, survive=survive, bind=False,
-                    index=index, names=names, address=node_address(index),
+                    config,
+                    request.run,
+                    request.attempt,
+                    survive=survive,
+                    bind=False,
+                    index=index,
+                    names=names,
+                    address=node_address(index),
                 ).to_json(),
                 "environment": build_environment(request, index, names),
             }
             for index in range(request.nodes)
-        ]  # fmt: skip
+        ]
         order = {"launcher": os.getpid(), "control": control, "report": report, "nodes": nodes}
         environment = nodes[0]["environment"]
         stdin, pipe = os.pipe()
@@ -241,9 +247,11 @@ class LocalCluster(Cluster):
                 f"cluster.nodes={request.nodes}: a local cluster has at most {NODES_LIMIT}"
             )
         gpus = share_gpus(
-            visible_gpus(os.environ), request.nodes, request.ranks_per_node,
+            visible_gpus(os.environ),
+            request.nodes,
+            request.ranks_per_node,
             common=self.config.transport == "nccl",
-        )  # fmt: skip
+        )
         return replace(request, details={"gpus": gpus})
 
     def check(self, request: Request) -> Admission:

@@ -139,9 +139,15 @@ def _starts(group: list[Placed], at_once: int | None) -> Iterator[Callable[[], o
         names = [r.run.name for _, r in part]
         requeue = cluster.config.cluster.requeue is not False
         yield partial(
-            queue, RunDir(sweep), script, request.attempt, conf, names,
-            requeue=requeue, tell=cluster.tell,
-        )  # fmt: skip
+            queue,
+            RunDir(sweep),
+            script,
+            request.attempt,
+            conf,
+            names,
+            requeue=requeue,
+            tell=cluster.tell,
+        )
 
 
 def _next_path(folder: Path) -> Path:
@@ -182,10 +188,12 @@ def array_script(part: Sequence[Request], at_once: int | None) -> str:
     limit = f"%{at_once}" if at_once else ""
     stated["array"] = ",".join(spans(int(one.run.name) for one in part)) + limit
     script = f"/$SLURM_ARRAY_TASK_ID/submitit/{script_name(request.attempt)}.sh"
-    return "\n".join([
-        "#!/bin/bash",
-        *(option_line(name, value) for name, value in stated.items()),
-        "",
-        f"exec bash {quoted(sweep)}{script}",
-        "",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(option_line(name, value) for name, value in stated.items()),
+            "",
+            f"exec bash {quoted(sweep)}{script}",
+            "",
+        ]
+    )

@@ -42,9 +42,13 @@ STEPS_S = 20  # for which a controller that has just started may refuse steps
 STOPPED_S = 5  # for which a process of the script may be stopped
 STARTER = "clusters/slurm/node_entry.py"
 PER_TASK = (
-    "SLURM_CPU_BIND", "SLURM_GPU_BIND", "SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU",
-    "SLURM_TRES_PER_TASK", "SLURM_DISTRIBUTION",
-)  # fmt: skip
+    "SLURM_CPU_BIND",
+    "SLURM_GPU_BIND",
+    "SLURM_GPUS_PER_TASK",
+    "SLURM_NTASKS_PER_GPU",
+    "SLURM_TRES_PER_TASK",
+    "SLURM_DISTRIBUTION",
+)
 
 
 class Shell(Template):

@@ -38,18 +38,78 @@ PATTERNS: Mapping[str, tuple[re.Pattern[str], str]] = {
 }
 # Options that the batch script sets itself.
 OWN_FLAGS = (
-    "account", "array", "chdir", "clusters", "constraint", "cpus-per-gpu", "cpus-per-task", "error",
-    "exclude", "exclusive", "export", "export-file", "gid", "gpu-bind", "gpus-per-node",
-    "gpus-per-task", "input", "job-name", "mem", "no-kill", "no-requeue", "nodes", "ntasks",
-    "ntasks-per-node", "open-mode", "output", "parsable", "partition", "qos", "quiet", "requeue",
-    "signal", "test-only", "time", "uid", "wait", "wrap",
-)  # fmt: skip
+    "account",
+    "array",
+    "chdir",
+    "clusters",
+    "constraint",
+    "cpus-per-gpu",
+    "cpus-per-task",
+    "error",
+    "exclude",
+    "exclusive",
+    "export",
+    "export-file",
+    "gid",
+    "gpu-bind",
+    "gpus-per-node",
+    "gpus-per-task",
+    "input",
+    "job-name",
+    "mem",
+    "no-kill",
+    "no-requeue",
+    "nodes",
+    "ntasks",
+    "ntasks-per-node",
+    "open-mode",
+    "output",
+    "parsable",
+    "partition",
+    "qos",
+    "quiet",
+    "requeue",
+    "signal",
+    "test-only",
+    "time",
+    "uid",
+    "wait",
+    "wrap",
+)
 OWN_SRUN_FLAGS = (
-    "bcast", "chdir", "cpu-bind", "cpus-per-gpu", "cpus-per-task", "error", "export", "gid",
-    "gpu-bind", "gpus-per-task", "het-group", "immediate", "input", "jobid", "kill-on-bad-exit",
-    "mpi", "multi-prog", "no-kill", "nodelist", "nodes", "ntasks", "ntasks-per-node", "output",
-    "pty", "relative", "signal", "task-prolog", "test-only", "time", "uid", "unbuffered", "wait",
-)  # fmt: skip
+    "bcast",
+    "chdir",
+    "cpu-bind",
+    "cpus-per-gpu",
+    "cpus-per-task",
+    "error",
+    "export",
+    "gid",
+    "gpu-bind",
+    "gpus-per-task",
+    "het-group",
+    "immediate",
+    "input",
+    "jobid",
+    "kill-on-bad-exit",
+    "mpi",
+    "multi-prog",
+    "no-kill",
+    "nodelist",
+    "nodes",
+    "ntasks",
+    "ntasks-per-node",
+    "output",
+    "pty",
+    "relative",
+    "signal",
+    "task-prolog",
+    "test-only",
+    "time",
+    "uid",
+    "unbuffered",
+    "wait",
+)
 OF_THE_AGENT = (
     "srun starts one agent on each node, which starts and binds the ranks, so this would hold for "
     "the agent"
@@ -59,8 +119,16 @@ OUTPUT = "output goes into the run folder"
 INSTEAD: Mapping[str, str] = {
     **{
         name: f"use cluster.{name}"
-        for name in ("account", "constraint", "exclude", "exclusive", "partition", "qos",
-                     "requeue", "nodes")
+        for name in (
+            "account",
+            "constraint",
+            "exclude",
+            "exclusive",
+            "partition",
+            "qos",
+            "requeue",
+            "nodes",
+        )
     },
     "clusters": "cluster.slurm_conf chooses the cluster",
     "cpu-bind": OF_THE_AGENT,
@@ -84,7 +152,7 @@ INSTEAD: Mapping[str, str] = {
     "signal": "use cluster.signal_ahead_s",
     "task-prolog": f"{OF_THE_AGENT}; use cluster.preamble",
     "time": "use cluster.time_min",
-}  # fmt: skip
+}
 WHOLE_OPTIONS = frozenset({"gpus"})  # begins like one of ours, but is a separate option
 RESERVED = re.compile(r"(SLURM|SLURMD|SBATCH|SRUN|SUBMITIT|ORCHESTRATOR)_.*")
 READ_ONLY = frozenset({"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID"})
@@ -170,9 +238,14 @@ def check_preamble(lines: Sequence[str]) -> None:
     if not lines:
         return
     done = subprocess.run(
-        ["bash", "-O", "extglob", "-n"], input="\n".join([*lines, ""]), capture_output=True,
-        text=True, errors="replace", env={"PATH": os.environ.get("PATH", os.defpath)}, check=False,
-    )  # fmt: skip
+        ["bash", "-O", "extglob", "-n"],
+        input="\n".join([*lines, ""]),
+        capture_output=True,
+        text=True,
+        errors="replace",
+        env={"PATH": os.environ.get("PATH", os.defpath)},
+        check=False,
+    )
     if done.returncode:
         first = done.stderr.strip().splitlines()[0].removeprefix("bash: ")
         raise ConfigError(f"cluster.preamble is no shell that bash can read: {first}")

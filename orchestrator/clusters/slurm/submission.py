@@ -80,9 +80,14 @@ def queue(
     """
     before = (folder.read_handle() or {}).get("job_id", "") if elements is ALONE else ""
     note = {
-        "kind": "slurm", "script": str(script), "attempt": attempt, "slurm_conf": slurm_conf,
-        "elements": elements, "before": before, "time": time.time(),
-    }  # fmt: skip
+        "kind": "slurm",
+        "script": str(script),
+        "attempt": attempt,
+        "slurm_conf": slurm_conf,
+        "elements": elements,
+        "before": before,
+        "time": time.time(),
+    }
     client = SlurmClient(slurm_conf)
     with _noted(folder, note) as lock:
         answer_lost = False  # sbatch was called, and may have queued the job

@@ -97,9 +97,14 @@ def test_ten_thousand_elements_are_asked_for_as_their_array():
 
 def test_a_job_is_read_by_position_whatever_its_texts_hold():
     [found] = squeue(
-        JobArrayID="7_3", EndTime="1795301031", RestartCnt="3", exit_code="9", TimeLeft="59:30",
-        Reason="JobState=NONE Requeue=0", Command="/a|b/000.sh",
-    )  # fmt: skip
+        JobArrayID="7_3",
+        EndTime="1795301031",
+        RestartCnt="3",
+        exit_code="9",
+        TimeLeft="59:30",
+        Reason="JobState=NONE Requeue=0",
+        Command="/a|b/000.sh",
+    )
     assert (found.id, found.state, found.restarts, found.requeue) == ("7_3", "RUNNING", 3, True)
     assert (found.exit_code, found.exit_signal, found.ends_at) == (0, 9, 1795301031.0)
     assert (found.command, found.time_left_s) == ("/a|b/000.sh", 3570)

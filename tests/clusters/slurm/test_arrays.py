@@ -19,15 +19,22 @@ def test_a_runs_own_script_finds_the_users_umask(tmp_path):
     (run / "submitit").mkdir(parents=True)
     (run / "submitit" / "000.sh").write_text('echo "umask $(umask)"\n')
     asked = Request(
-        run=run, attempt=0, nodes=1, ranks_per_node=1, text="",
+        run=run,
+        attempt=0,
+        nodes=1,
+        ranks_per_node=1,
+        text="",
         details={"options": {"job-name": "a sweep's", "nodes": "1"}},
-    )  # fmt: skip
+    )
     text = array_script([asked], None)
     assert "#SBATCH --array=2" in text
     done = subprocess.run(
-        ["bash", "-c", 'umask 027; exec bash -c "$1"', "-", text], capture_output=True, text=True,
-        env={"PATH": os.environ["PATH"], "SLURM_ARRAY_TASK_ID": "2"}, check=True,
-    )  # fmt: skip
+        ["bash", "-c", 'umask 027; exec bash -c "$1"', "-", text],
+        capture_output=True,
+        text=True,
+        env={"PATH": os.environ["PATH"], "SLURM_ARRAY_TASK_ID": "2"},
+        check=True,
+    )
     assert done.stdout == "umask 0027\n"
 
 

@@ -71,19 +71,26 @@ class Script:
             program.write_text(SAYS.format(calls=calls, code=code if name == "srun" else finalizes))
             program.chmod(0o755)
         self.here = SubmitHost(
-            python=str(folder / "python"), folder=folder, package=folder / "code/orchestrator",
+            python=str(folder / "python"),
+            folder=folder,
+            package=folder / "code/orchestrator",
             path=(folder / "code",),
-        )  # fmt: skip
+        )
         check_values(config, self.run.path)
         check_preamble(config.cluster.preamble)
         before(self.run)
         script = folder / "003.sh"
         script.write_text(batch_script(config, self.run, 3, self.here))
         self.done = subprocess.run(
-            ["bash", script], stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            cwd=folder, check=False, timeout=20,
+            ["bash", script],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            cwd=folder,
+            check=False,
+            timeout=20,
             env={"PATH": f"{folder}:{os.environ['PATH']}", "SLURMD_NODENAME": "n0", **variables},
-        )  # fmt: skip
+        )
 
     def words(self, program: str) -> str:
         calls = self.calls[program]
@@ -208,8 +215,23 @@ until [ -e {again} ]; do sleep 0.05; done
     assert (script.run.attempt(3) / "srun-00002.log").exists()
 
 
-OWN_NAMES = ("run", "attempt", "code", "stop_signal", "name", "PYTHONPATH", "python", "srun",
-             "pid", "status", "signal", "IFS", "BASH_ENV", "HOME", "trap")  # fmt: skip
+OWN_NAMES = (
+    "run",
+    "attempt",
+    "code",
+    "stop_signal",
+    "name",
+    "PYTHONPATH",
+    "python",
+    "srun",
+    "pid",
+    "status",
+    "signal",
+    "IFS",
+    "BASH_ENV",
+    "HOME",
+    "trap",
+)
 
 
 def test_no_variable_of_the_persons_reaches_the_scripts_own_part(tmp_path):
@@ -263,8 +285,15 @@ def test_what_bash_was_told_before_the_script_costs_neither_sruns_code_nor_its_e
     assert f"<after><{script.run.path}><003><7>" in script.words("python")
 
 
-PATHS = ("attempts", "attempts/003", "attempts/003/srun.log", "logs", "code", "submitit",
-          "submitit/7_submitted.pkl")  # fmt: skip
+PATHS = (
+    "attempts",
+    "attempts/003",
+    "attempts/003/srun.log",
+    "logs",
+    "code",
+    "submitit",
+    "submitit/7_submitted.pkl",
+)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -376,9 +405,11 @@ def test_a_little_memory_is_not_all_of_it():
 
 def text_of(tmp_path, **cluster):
     submit_host = SubmitHost(
-        python="/usr/bin/python3", folder=tmp_path / "here", package=tmp_path / "code/orchestrator",
+        python="/usr/bin/python3",
+        folder=tmp_path / "here",
+        package=tmp_path / "code/orchestrator",
         path=(tmp_path / "code", tmp_path / "here/lib"),
-    )  # fmt: skip
+    )
     return batch_script(slurm_config(**cluster), RunDir(tmp_path / "run"), 2, submit_host)
 
 
@@ -388,8 +419,12 @@ def test_a_container_sees_the_run_the_code_and_where_the_person_stands(tmp_path)
     image = {"container": "/images/a.sqsh"}
     pyxis = text_of(tmp_path, **image, container_runtime="pyxis")
     mounts = ",".join(f"{folder}:{folder}" for folder in folders)
-    for words in ("--container-image=/images/a.sqsh", f"--container-mounts={mounts}",
-                  f"--container-workdir={folders[1]}", python):  # fmt: skip
+    for words in (
+        "--container-image=/images/a.sqsh",
+        f"--container-mounts={mounts}",
+        f"--container-workdir={folders[1]}",
+        python,
+    ):
         assert f"    {words} \\" in pyxis.splitlines()
     plain = text_of(tmp_path, **image, container_runtime="apptainer")
     binds = "--bind=" + ",".join(map(str, folders))
@@ -405,12 +440,15 @@ def test_a_container_sees_the_run_the_code_and_where_the_person_stands(tmp_path)
 
 def test_nothing_of_a_killed_script_waits_for_srun(tmp_path):
     (tmp_path / "attempts" / "000").mkdir(parents=True)
-    text = "\n".join([
-        f"run={tmp_path} attempt=000 stop_signal= ; exec 9>/dev/null",
-        *SECOND.lines(),
-        "start_ranks() {  # in the place of srun", "exec sleep 300",
-        *WAIT.lines(SRUN_GRACE_S=300, first="USR2"),
-    ])  # fmt: skip
+    text = "\n".join(
+        [
+            f"run={tmp_path} attempt=000 stop_signal= ; exec 9>/dev/null",
+            *SECOND.lines(),
+            "start_ranks() {  # in the place of srun",
+            "exec sleep 300",
+            *WAIT.lines(SRUN_GRACE_S=300, first="USR2"),
+        ]
+    )
     script = subprocess.Popen(["bash", "-c", text], start_new_session=True)
     own = psutil.Process(script.pid)
 
@@ -444,23 +482,43 @@ HERE = SubmitHost(
 GOLDEN_REQUESTS = {
     "dev": ["+cluster=slurm_dev"],
     "one_node_8_gpus": [
-        "+cluster=slurm", "cluster.nodes=1", "cluster.ranks_per_node=8", "cluster.gpus_per_node=8",
-        "cluster.cpus_per_rank=12", "cluster.memory_gib=480", "cluster.exclusive=true",
-        "cluster.partition=gpu", "cluster.account=vision", "cluster.time_min=1440",
-        "+cluster.container=/images/torch.sif", "+cluster.container_runtime=apptainer",
+        "+cluster=slurm",
+        "cluster.nodes=1",
+        "cluster.ranks_per_node=8",
+        "cluster.gpus_per_node=8",
+        "cluster.cpus_per_rank=12",
+        "cluster.memory_gib=480",
+        "cluster.exclusive=true",
+        "cluster.partition=gpu",
+        "cluster.account=vision",
+        "cluster.time_min=1440",
+        "+cluster.container=/images/torch.sif",
+        "+cluster.container_runtime=apptainer",
     ],
     "30_nodes_8_gpus_nccl": [
-        "+cluster=slurm", "experiment=jepa_240", "cluster.nodes=30", "cluster.ranks_per_node=8",
-        "cluster.gpus_per_node=8", "cluster.cpus_per_rank=12", "cluster.partition=gpu",
-        "cluster.qos=long", "cluster.constraint='a100&ib'", "cluster.exclude='gpu[17,23-25]'",
+        "+cluster=slurm",
+        "experiment=jepa_240",
+        "cluster.nodes=30",
+        "cluster.ranks_per_node=8",
+        "cluster.gpus_per_node=8",
+        "cluster.cpus_per_rank=12",
+        "cluster.partition=gpu",
+        "cluster.qos=long",
+        "cluster.constraint='a100&ib'",
+        "cluster.exclude='gpu[17,23-25]'",
         "+cluster.slurm_flags.reservation=team",
         "+cluster.slurm_flags.comment='predictive pretraining, part 2'",
-        "cluster.signal_ahead_s=300", "cluster.time_min=2880", "transport=nccl", "run.name=jepa",
-        "+cluster.slurm_flags.mail-type=FAIL", "+cluster.slurm_flags.switches=1",
-        "cluster.preamble=[module load cuda/12.4]", "+cluster.environment.NCCL_SOCKET_IFNAME=ib0",
+        "cluster.signal_ahead_s=300",
+        "cluster.time_min=2880",
+        "transport=nccl",
+        "run.name=jepa",
+        "+cluster.slurm_flags.mail-type=FAIL",
+        "+cluster.slurm_flags.switches=1",
+        "cluster.preamble=[module load cuda/12.4]",
+        "+cluster.environment.NCCL_SOCKET_IFNAME=ib0",
     ],
     "ascend_hccl": ["+cluster=slurm_ascend", "cluster.partition=npu"],
-}  # fmt: skip
+}
 
 
 def script_of(config: Config, run: Path = RUN) -> str:
@@ -475,14 +533,55 @@ def test_a_known_request_makes_the_golden_script_which_bash_can_read(name):
     subprocess.run(["bash", "-n", golden], check=True)
 
 
-TEXTS = [*(f"cluster.{name}" for name in PATTERNS), "run.name",
-         "cluster.slurm_flags.mail-user", "cluster.environment.A", "cluster.slurm_conf",
-         "run.dir", "cluster.slurm_flags.*", "cluster.environment.*",
-         "cluster.srun_flags.mem-bind", "cluster.srun_flags.*", "cluster.gpus_per_node",
-         ]  # fmt: skip
-PIECES = ["\n", "\r", "\0", "\x1b", "\u2028", "$(touch pwned)", "`touch pwned`", "'", '"', "\\",
-          ";", "&&", "|", ">", "--wrap=id", "-", " ", "#", "#SBATCH --uid=0", "$HOME", "${IFS}",
-          "%j", "a", "gpu", "/", "=", ",", ":", "(", ")", "!", "*", "~", "é"]  # fmt: skip
+TEXTS = [
+    *(f"cluster.{name}" for name in PATTERNS),
+    "run.name",
+    "cluster.slurm_flags.mail-user",
+    "cluster.environment.A",
+    "cluster.slurm_conf",
+    "run.dir",
+    "cluster.slurm_flags.*",
+    "cluster.environment.*",
+    "cluster.srun_flags.mem-bind",
+    "cluster.srun_flags.*",
+    "cluster.gpus_per_node",
+]
+PIECES = [
+    "\n",
+    "\r",
+    "\0",
+    "\x1b",
+    "\u2028",
+    "$(touch pwned)",
+    "`touch pwned`",
+    "'",
+    '"',
+    "\\",
+    ";",
+    "&&",
+    "|",
+    ">",
+    "--wrap=id",
+    "-",
+    " ",
+    "#",
+    "#SBATCH --uid=0",
+    "$HOME",
+    "${IFS}",
+    "%j",
+    "a",
+    "gpu",
+    "/",
+    "=",
+    ",",
+    ":",
+    "(",
+    ")",
+    "!",
+    "*",
+    "~",
+    "é",
+]
 HOSTILE = st.one_of(
     st.text(min_size=1, max_size=12),
     st.lists(st.sampled_from(PIECES), min_size=1, max_size=5).map("".join),
@@ -561,9 +660,15 @@ def test_what_a_person_may_well_mean_is_taken():
     config.cluster.environment = {"GREETING": 'it\'s $HOME `x` "y"'}
     script = script_of(config, Path("/shared/my runs/über"))
     done = subprocess.run(
-        ["bash", "-c", "\n".join(x for x in script.splitlines() if x.startswith("export G"))
-         + '\nprintf %s "$GREETING"'],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        [
+            "bash",
+            "-c",
+            "\n".join(x for x in script.splitlines() if x.startswith("export G"))
+            + '\nprintf %s "$GREETING"',
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout == 'it\'s $HOME `x` "y"'
     assert "--comment='Größe 2, second try (a & b)'" in script

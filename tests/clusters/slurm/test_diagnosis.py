@@ -44,10 +44,15 @@ def test_a_job_that_ended_without_a_result_is_explained(run, state, ends, words)
     assert words in culprit.cause
 
 
-@pytest.mark.parametrize(("code", "words"), [(137, "was killed by signal 9 (SIGKILL)"),
-                                             (129, "was killed by signal 1 (SIGHUP)"),
-                                             (128, "ended with code 128"),
-                                             (1, "ended with code 1")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (137, "was killed by signal 9 (SIGKILL)"),
+        (129, "was killed by signal 1 (SIGHUP)"),
+        (128, "ended with code 128"),
+        (1, "ended with code 1"),
+    ],
+)
 def test_where_no_agent_is_named_it_is_srun_or_the_script_before_it(run, code, words, monkeypatch):
     monkeypatch.setenv("SLURMD_NODENAME", "n7")
     culprit = culprit_of(run, 0, code)

@@ -180,8 +180,15 @@ def test_an_agent_that_is_started_again_knows_all_nodes_of_the_attempt(run, monk
 def concluded(run, attempt, *, job=JOB, departure=LEFT, culprit=BEYOND, in_place=False):
     """(whether it starts again, how often it was handed back, the end that was written)."""
     handed_back = []
-    again = restart_or_end(run, attempt, job, departure=departure, culprit=lambda: culprit,
-                           restart=lambda: handed_back.append(1), in_place=in_place)  # fmt: skip
+    again = restart_or_end(
+        run,
+        attempt,
+        job,
+        departure=departure,
+        culprit=lambda: culprit,
+        restart=lambda: handed_back.append(1),
+        in_place=in_place,
+    )
     return again, len(handed_back), run.read_result()
 
 
@@ -303,10 +310,18 @@ def test_the_schedulers_reason_does_not_replace_that_of_a_silent_node(run):
         (143, "", "", "stopped before it began"),
         (KILLED, "USR1", "", "its batch script was sent SIGUSR1"),
         (KILLED, "", "", "srun was killed"),
-        (KILLED, "", "srun: forcing job termination\nsrun: error: n1: tasks 0-1: Killed\n",
-         "srun was asked to end the ranks"),
-        (KILLED, "", "srun: Job step aborted: Waiting\nsrun: error: n1: task 1: Killed\n",
-         "srun was asked to end the ranks"),  # scancel JOB.0
+        (
+            KILLED,
+            "",
+            "srun: forcing job termination\nsrun: error: n1: tasks 0-1: Killed\n",
+            "srun was asked to end the ranks",
+        ),
+        (
+            KILLED,
+            "",
+            "srun: Job step aborted: Waiting\nsrun: error: n1: task 1: Killed\n",
+            "srun was asked to end the ranks",
+        ),  # scancel JOB.0
         (KILLED, "", "srun: error: n1: task 1: Killed\n", None),
         (KILLED, "", f"{KILLED_TASK}srun: error: n1: task 1: Killed\n", AGENTS_KILLED),
         (KILLED, "", f"{MISSING} 1\nsrun: error: n0: task 0: Killed\n", "node n1 failed"),
@@ -316,7 +331,7 @@ def test_the_schedulers_reason_does_not_replace_that_of_a_silent_node(run):
         (1, "TERM", "", None),
         (0, "", "", None),
     ],
-)  # fmt: skip
+)
 def test_an_attempt_was_cut_short_where_srun_was_stopped_or_killed(run, code, sent, said, why):
     attempts(run, 1)
     for index in range(2):

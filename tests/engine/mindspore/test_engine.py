@@ -347,10 +347,9 @@ def test_masks_of_dropout_depend_on_seed_and_position_alone(mode):
     # As drawn by two ranks, of which each has half of the samples.
     halves = [make_window(0, [piece], rate=0.0) for piece in [(0, 30), (30, 30)]]
     same = dataclasses.replace(
-        halves[1], micro_batches=(
-            dataclasses.replace(halves[1].micro_batches[0], indices=tuple(range(30))),
-        ),
-    )  # fmt: skip
+        halves[1],
+        micro_batches=(dataclasses.replace(halves[1].micro_batches[0], indices=tuple(range(30))),),
+    )
     assert trained(halves[0])[0] != trained(same)[0]
 
 
@@ -471,8 +470,16 @@ def test_batch_norms_may_be_frozen_or_replaced_so_that_splits_agree(norm):
 
 def test_cpus_never_replace_requested_devices(tmp_path):
     def spec(asked, devices):
-        return GroupSpec(rank=3, size=4, local_rank=1, node="n1", address="127.0.0.1",
-                         folder=tmp_path, transport=asked, device_request=devices)  # fmt: skip
+        return GroupSpec(
+            rank=3,
+            size=4,
+            local_rank=1,
+            node="n1",
+            address="127.0.0.1",
+            folder=tmp_path,
+            transport=asked,
+            device_request=devices,
+        )
 
     assert choose_transport(spec("auto", "")) == "mccl"
     assert choose_transport(spec("mccl", "cluster.gpus_per_node=2")) == "mccl"
@@ -584,9 +591,12 @@ def test_what_would_go_wrong_in_silence_is_refused(job, settings, words, monkeyp
 
 
 FRAMEWORK = (
-    "job=line", "engine.style=framework", "cluster.nodes=1", "cluster.ranks_per_node=1",
+    "job=line",
+    "engine.style=framework",
+    "cluster.nodes=1",
+    "cluster.ranks_per_node=1",
     "accumulation.ragged=drop",
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(
@@ -612,8 +622,11 @@ def test_the_frameworks_own_style_is_taken_where_it_can_be():
     prepare(compose(FRAMEWORK))
 
 
-REPRODUCIBLE = ("accumulation.reduction=reproducible", "accumulation.micro_batch=8",
-                "accumulation.steps=null")  # fmt: skip
+REPRODUCIBLE = (
+    "accumulation.reduction=reproducible",
+    "accumulation.micro_batch=8",
+    "accumulation.steps=null",
+)
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,15 @@ def test_every_check_holds_on_every_rank_and_the_scheduler_ends_with_the_group(t
     def be(rank):
         words = ("-m", "tests.engine.mindspore.program", str(tmp_path), str(rank), "3")
         done = subprocess.run(
-            [sys.executable, *words], env=environment(GLOG_v="3", OMP_NUM_THREADS="1"), cwd=ROOT,
-            capture_output=True, text=True, errors="replace", check=False, timeout=500,
-        )  # fmt: skip
+            [sys.executable, *words],
+            env=environment(GLOG_v="3", OMP_NUM_THREADS="1"),
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=500,
+        )
         path = tmp_path / f"report-{rank}.json"
         assert path.exists(), f"rank {rank} left no report: {(done.stdout + done.stderr)[-4000:]}"
         return json.loads(path.read_text())

@@ -52,10 +52,18 @@ def test_both_engines_agree_from_the_same_start(tmp_path):
 def test_ranks_evaluate_together_with_the_statistics_of_rank_0(tmp_path):
     run = tmp_path / "run"
     helpers.call(
-        "job._target_=tests.engine.mindspore.jobs.HeldOut", "cluster.nodes=2", helpers.SMALL,
-        "accumulation.global_batch=32", "accumulation.micro_batch=8", "train.updates=3",
-        "train.evaluate_every=0", "tracker=none", f"run.dir={run}", timeout=290, code=0,
-    )  # fmt: skip
+        "job._target_=tests.engine.mindspore.jobs.HeldOut",
+        "cluster.nodes=2",
+        helpers.SMALL,
+        "accumulation.global_batch=32",
+        "accumulation.micro_batch=8",
+        "train.updates=3",
+        "train.evaluate_every=0",
+        "tracker=none",
+        f"run.dir={run}",
+        timeout=290,
+        code=0,
+    )
     job = HeldOut()
     group = MindSporeGroup(rank=0, size=1, transport="mccl")
     engine = build_engine(job, EngineSettings(metric_names=job.metric_names), group)
@@ -70,10 +78,14 @@ def test_ranks_evaluate_together_with_the_statistics_of_rank_0(tmp_path):
 
 def test_a_batch_that_grows_is_the_same_update_on_one_and_on_two_ranks(tmp_path):
     growing = (
-        "job=line", "accumulation.global_batch=100", "train.samples=2000", "tracker=none",
-        "accumulation.batch_schedule=[[3,150],[8,333]]", "schedule.scaling=linear",
+        "job=line",
+        "accumulation.global_batch=100",
+        "train.samples=2000",
+        "tracker=none",
+        "accumulation.batch_schedule=[[3,150],[8,333]]",
+        "schedule.scaling=linear",
         "cluster.nodes=1",
-    )  # fmt: skip
+    )
     for ranks, steps in ((1, 1), (2, 3)):
         more = (f"cluster.ranks_per_node={ranks}", f"accumulation.steps={steps}")
         helpers.call(*growing, *more, f"run.dir={tmp_path / str(ranks)}", timeout=390, code=0)
@@ -87,9 +99,13 @@ def test_a_batch_that_grows_is_the_same_update_on_one_and_on_two_ranks(tmp_path)
 
 def test_micro_steps_by_tokens_are_the_same_update_on_one_and_on_two_ranks(tmp_path):
     padded = (
-        "job._target_=tests.engine.mindspore.jobs.Padded", "accumulation.global_batch=32",
-        "train.updates=6", "tracker=none", "cluster.nodes=1", "schedule.base_lr=0.1",
-    )  # fmt: skip
+        "job._target_=tests.engine.mindspore.jobs.Padded",
+        "accumulation.global_batch=32",
+        "train.updates=6",
+        "tracker=none",
+        "cluster.nodes=1",
+        "schedule.base_lr=0.1",
+    )
     by_tokens = ("accumulation.micro_tokens=56", "accumulation.pad_to=7", "job.pad_to=7")
     one, two = tmp_path / "one", tmp_path / "two"
     whole = ("cluster.ranks_per_node=1", "accumulation.steps=1")
@@ -104,9 +120,13 @@ def test_micro_steps_by_tokens_are_the_same_update_on_one_and_on_two_ranks(tmp_p
 
 def test_a_branch_goes_on_from_the_state_of_another_run(tmp_path):
     same = (
-        "job=line", "optimizer=adam", "schedule.base_lr=0.1", "accumulation.global_batch=100",
-        "tracker=none", "cluster.nodes=1",
-    )  # fmt: skip
+        "job=line",
+        "optimizer=adam",
+        "schedule.base_lr=0.1",
+        "accumulation.global_batch=100",
+        "tracker=none",
+        "cluster.nodes=1",
+    )
     two, whole, run = "cluster.ranks_per_node=2", tmp_path / "whole", tmp_path / "run"
     every = ("train.updates=8", "train.checkpoint_every=5")
     helpers.call(*same, two, *every, f"run.dir={whole}", timeout=390, code=0)
@@ -152,17 +172,31 @@ def test_on_two_nodes_it_ends_with_the_bits_that_it_has_under_msrun(tmp_path):
     script(tmp_path, TRAIN)
     with keep_port("127.0.0.1") as keeper:  # one after the other, since each takes gigabytes
         theirs = helpers.call(
-            "--worker_num=2", "--local_worker_num=2", "--join=True", "--log_dir=theirs",
-            f"--master_port={keeper.getsockname()[1]}", "train.py",
-            module="mindspore.parallel.cluster.run", cwd=tmp_path, timeout=290,
+            "--worker_num=2",
+            "--local_worker_num=2",
+            "--join=True",
+            "--log_dir=theirs",
+            f"--master_port={keeper.getsockname()[1]}",
+            "train.py",
+            module="mindspore.parallel.cluster.run",
+            cwd=tmp_path,
+            timeout=290,
             PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin",
-        )  # fmt: skip
+        )
     assert theirs.returncode == 0, theirs.stdout + theirs.stderr
     helpers.call(
-        "run", "job.style=mindspore", "run.dir=ours", helpers.SMALL,
-        "cluster.rendezvous_timeout_s=600", "--",
-        "train.py", module="orchestrator", cwd=tmp_path, timeout=290, code=0,
-    )  # fmt: skip
+        "run",
+        "job.style=mindspore",
+        "run.dir=ours",
+        helpers.SMALL,
+        "cluster.rendezvous_timeout_s=600",
+        "--",
+        "train.py",
+        module="orchestrator",
+        cwd=tmp_path,
+        timeout=290,
+        code=0,
+    )
 
     endings = set()
     for rank in range(2):
@@ -181,18 +215,29 @@ def test_on_two_nodes_it_ends_with_the_bits_that_it_has_under_msrun(tmp_path):
 def test_a_worker_refuses_what_the_engine_lacks_when_the_source_hides_the_framework(tmp_path):
     """The submitting command refuses it for any other job: tests/config/test_composer.py."""
     done = helpers.call(
-        "job._target_=tests.engine.mindspore.jobs.Hidden", "engine.shard_optimizer=true",
-        "cluster.nodes=1", "cluster.ranks_per_node=1", "tracker=none", "run.dir=run",
-        cwd=tmp_path, code=2,
-    )  # fmt: skip
+        "job._target_=tests.engine.mindspore.jobs.Hidden",
+        "engine.shard_optimizer=true",
+        "cluster.nodes=1",
+        "cluster.ranks_per_node=1",
+        "tracker=none",
+        "run.dir=run",
+        cwd=tmp_path,
+        code=2,
+    )
     assert "engine.shard_optimizer=true is not available with mindspore" in done.stderr
     assert "starting 1 rank" in done.stdout, "refused by the worker"
 
 
 LINE = (
-    "job=line", "cluster.nodes=2", "cluster.ranks_per_node=1", "tracker=none", "train.epochs=null",
-    "train.updates=60", "train.checkpoint_every=10", "train.evaluate_every=0",
-)  # fmt: skip
+    "job=line",
+    "cluster.nodes=2",
+    "cluster.ranks_per_node=1",
+    "tracker=none",
+    "train.epochs=null",
+    "train.updates=60",
+    "train.checkpoint_every=10",
+    "train.evaluate_every=0",
+)
 
 
 def scheduler_of(run):

@@ -51,10 +51,18 @@ def disturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sweeps")
     sweep, hold = folder / "sweep", Hold(folder / "hold").hold_before(199)
     line = (
-        "-m", LIGHT, *ONE, LONG, "job.pause_s=0.1", hold.override,
-        "sweep.parallel=3", f"run.dir={sweep}",
-        "job.fault_rank=0", "job.fault=raise", "job.fault_after=5000,5001,9,5002",
-    )  # fmt: skip
+        "-m",
+        LIGHT,
+        *ONE,
+        LONG,
+        "job.pause_s=0.1",
+        hold.override,
+        "sweep.parallel=3",
+        f"run.dir={sweep}",
+        "job.fault_rank=0",
+        "job.fault=raise",
+        "job.fault_after=5000,5001,9,5002",
+    )
     command = begin(*line)
     trains(*(sweep / n for n in "012"))
     found = {"line": line, "sweep": sweep, "hold": hold}
@@ -111,8 +119,16 @@ def test_the_same_line_goes_on_with_what_has_not_finished_and_killed_it_leaves_n
 def test_interrupted_twice_all_points_end_at_once(tmp_path):
     """Points are held, so that none reaches the boundary at which the first interrupt stops it."""
     sweep, hold = tmp_path / "sweep", Hold(tmp_path / "hold").hold_before(3)
-    command = begin("-m", LIGHT, *ONE, "train.updates=10", hold.override, "sweep.parallel=2",
-                    "train.seed=1,2,3", f"run.dir={sweep}")  # fmt: skip
+    command = begin(
+        "-m",
+        LIGHT,
+        *ONE,
+        "train.updates=10",
+        hold.override,
+        "sweep.parallel=2",
+        "train.seed=1,2,3",
+        f"run.dir={sweep}",
+    )
     until(lambda: len([*hold.folder.glob("held-3-*")]) == 2, 90, "the rank of each point, held")
     assert len({command.pid, *(holder(sweep / n) for n in "01")}) == 3
     command.send_signal(signal.SIGINT)

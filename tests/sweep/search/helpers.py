@@ -39,8 +39,14 @@ def line_of(folder, *more):
     """The overrides of a search of `PROGRAM`, which is written into the folder above it."""
     script = folder.parent / "program.py"
     script.write_text(PROGRAM)
-    return (*SPACE, *ONE, "sweep.search=tpe", f"run.dir={folder}", *more,
-            *program_overrides([str(script)]))  # fmt: skip
+    return (
+        *SPACE,
+        *ONE,
+        "sweep.search=tpe",
+        f"run.dir={folder}",
+        *more,
+        *program_overrides([str(script)]),
+    )
 
 
 def search_of(*overrides):
@@ -93,10 +99,17 @@ class AtOnce:
 def write_result(run: RunDir, arguments):
     loss = loss_of(arguments["lr"], arguments["k"])
     culprit = {"rank": 0, "node": "node0", "cause": "it cannot be", "log_tail": []}
-    write_json(run.result, {
-        "state": "failed" if loss is None else "finished", "updates": 4, "loss": loss,
-        "seconds": 0.1, "metrics": {}, "culprit": culprit if loss is None else None,
-    })  # fmt: skip
+    write_json(
+        run.result,
+        {
+            "state": "failed" if loss is None else "finished",
+            "updates": 4,
+            "loss": loss,
+            "seconds": 0.1,
+            "metrics": {},
+            "culprit": culprit if loss is None else None,
+        },
+    )
 
 
 def run_to_end(search, trial_runs=None, given=(), output=QUIET):

@@ -128,8 +128,13 @@ def test_a_trial_whose_room_is_gone_at_the_last_moment_waits_for_it(tmp_path):
 
 def test_a_grid_is_tried_whole_and_a_point_that_is_drawn_again_is_not_run_again(tmp_path):
     script = line_of(tmp_path / "grid")[-2:]
-    space = ("job.arguments.lr=0.1,0.2", "job.arguments.k=1,3", "cluster.nodes=1",
-             "cluster.ranks_per_node=1", "tracker=none")  # fmt: skip
+    space = (
+        "job.arguments.lr=0.1,0.2",
+        "job.arguments.k=1,3",
+        "cluster.nodes=1",
+        "cluster.ranks_per_node=1",
+        "tracker=none",
+    )
     grid = run_to_end(search_of(*space, "sweep.search=grid", f"run.dir={tmp_path}/grid", *script))
     points = [tuple(trial["point"]) for trial in grid["trials"]]
     assert points == [
@@ -251,10 +256,16 @@ class Judged(AtOnce):
 def test_a_trial_that_ends_before_it_can_be_pruned_has_its_value(tmp_path):
     script = line_of(tmp_path / "found")[-2:]
     line = (
-        "job.arguments.lr=0.3,0.31,0.32,0.33,0.34,5,6,7,8", "job.arguments.k=1", "cluster.nodes=1",
-        "cluster.ranks_per_node=1", "tracker=none", "sweep.search=grid", "sweep.prune=median",
-        f"run.dir={tmp_path}/found", *script,
-    )  # fmt: skip
+        "job.arguments.lr=0.3,0.31,0.32,0.33,0.34,5,6,7,8",
+        "job.arguments.k=1",
+        "cluster.nodes=1",
+        "cluster.ranks_per_node=1",
+        "tracker=none",
+        "sweep.search=grid",
+        "sweep.prune=median",
+        f"run.dir={tmp_path}/found",
+        *script,
+    )
     for killed in ("7", "8"):
         with pytest.raises(Killed):
             run_to_end(search_of(*line), Judged(late=("5", "8"), killed=(killed,)))

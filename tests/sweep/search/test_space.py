@@ -94,8 +94,10 @@ def test_what_is_typed_wins_over_what_a_file_would_choose(tmp_path):
     for typed, axes in (("train.seed=7", []), ("train.seed=3,4", ["train.seed"])):
         line = CommandLine(
             overrides=(TINY, LR, typed, "sweep.search=random", "sweep.trials=2"),
-            config_dir=str(tmp_path), config_name="mine", multirun=True,
-        )  # fmt: skip
+            config_dir=str(tmp_path),
+            config_name="mine",
+            multirun=True,
+        )
         composer = Composer(line)
         composer.compose()
         found = Search(composer)
@@ -156,9 +158,12 @@ def test_a_search_needs_a_sweep_and_is_the_only_one():
 
 def test_a_value_counts_as_one_that_can_be_where_any_of_the_others_goes_with_it():
     found = search_of(
-        TINY, "sweep.search=random", "sweep.trials=3", "accumulation.reduction=fast,reproducible",
+        TINY,
+        "sweep.search=random",
+        "sweep.trials=3",
+        "accumulation.reduction=fast,reproducible",
         "accumulation.micro_batch=null,8",
-    )  # fmt: skip
+    )
     assert found.trials == 3, "reproducible goes with a micro_batch"
 
 

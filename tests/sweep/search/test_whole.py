@@ -24,8 +24,16 @@ def over_in(folder):
 
 def test_a_killed_search_goes_on_from_another_start_and_tells_its_best(tmp_path):
     folder = tmp_path / "found"
-    line = ("-m", *line_of(folder, f"sweep.trials={IN_ALL}", f"sweep.seed={SEED}",
-                           "sweep.parallel=1", "job.arguments.pause=0.05"))  # fmt: skip
+    line = (
+        "-m",
+        *line_of(
+            folder,
+            f"sweep.trials={IN_ALL}",
+            f"sweep.seed={SEED}",
+            "sweep.parallel=1",
+            "job.arguments.pause=0.05",
+        ),
+    )
     begun = begin(*line)
     until(lambda: over_in(folder) >= 2)
     begun.send_signal(signal.SIGKILL)
@@ -54,10 +62,18 @@ def test_a_hopeless_trial_is_stopped_and_stays_pruned_when_the_search_goes_on(tm
     folder = tmp_path / "found"
     script = line_of(folder)[-2:]
     shared = (
-        "cluster.nodes=1", "cluster.ranks_per_node=1", "tracker=none", "sweep.search=grid",
-        "sweep.prune=median", "sweep.parallel=1", f"run.dir={folder}", "job.arguments.k=1",
-        "job.arguments.updates=600", "job.arguments.pause=0.05", "job.arguments.slow_from=1",
-    )  # fmt: skip
+        "cluster.nodes=1",
+        "cluster.ranks_per_node=1",
+        "tracker=none",
+        "sweep.search=grid",
+        "sweep.prune=median",
+        "sweep.parallel=1",
+        f"run.dir={folder}",
+        "job.arguments.k=1",
+        "job.arguments.updates=600",
+        "job.arguments.pause=0.05",
+        "job.arguments.slow_from=1",
+    )
     line = ("-m", "job.arguments.lr=0.3,0.31,0.32,0.33,0.34,5", *shared, *script)
     done = call(*line, code=0)
     assert [trial["state"] for trial in trials_of(folder)] == ["complete"] * 5 + ["pruned"]
@@ -79,9 +95,14 @@ def test_a_hopeless_trial_is_stopped_and_stays_pruned_when_the_search_goes_on(tm
 def test_a_figure_that_the_job_does_not_evaluate_is_refused_at_its_first_evaluation(tmp_path):
     space = ("-m", "job=digits", "schedule.base_lr=0.1,0.2,0.3", "sweep.search=grid")
     more = (
-        "cluster.nodes=1", "cluster.ranks_per_node=1", "tracker=none", "train.epochs=500",
-        "train.evaluate_every=1", "sweep.parallel=2", f"run.dir={tmp_path / 'found'}",
-    )  # fmt: skip
+        "cluster.nodes=1",
+        "cluster.ranks_per_node=1",
+        "tracker=none",
+        "train.epochs=500",
+        "train.evaluate_every=1",
+        "sweep.parallel=2",
+        f"run.dir={tmp_path / 'found'}",
+    )
     done = call(*space, *more, "sweep.objective=acuracy", "sweep.direction=maximize", code=2)
     said = done.stdout + done.stderr
     assert "sweep.objective=acuracy: the job does not evaluate it" in said

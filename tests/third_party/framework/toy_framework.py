@@ -17,8 +17,13 @@ from orchestrator.engine.common.micro_steps import Clock, derived_seed
 from orchestrator.engine.common.replicas import ReplicaChecker
 from orchestrator.errors import ConfigError
 
-ONLY = {"reduction": "fast", "precision": "float32",
-        "shard_optimizer": False, "survive": False, "loader_workers": 0}  # fmt: skip
+ONLY = {
+    "reduction": "fast",
+    "precision": "float32",
+    "shard_optimizer": False,
+    "survive": False,
+    "loader_workers": 0,
+}
 MOMENTUM = 0.9
 
 
@@ -59,9 +64,13 @@ class NumpyEngine(Engine):
         self._policy = UpdatePolicy(settings, LossScale(scales=False), self.gather)
         sizes = [array.size for array in self._model.values()]
         self._replica_checker = ReplicaChecker(
-            [*self._model], sizes, [4] * len(sizes), digests=self._digests, gather=self.gather,
+            [*self._model],
+            sizes,
+            [4] * len(sizes),
+            digests=self._digests,
+            gather=self.gather,
             ranks=group.size,
-        )  # fmt: skip
+        )
 
     def _seed(self, purpose, *place):
         np.random.seed(derived_seed(purpose, self._settings.seed, *place) % 2**32)
@@ -169,8 +178,10 @@ class NumpyEngine(Engine):
 
     def load_weights(self, path):
         found = load_file(path)
-        kinds = [{name: (str(array.dtype), array.shape) for name, array in arrays.items()}
-                 for arrays in (found, self._model)]  # fmt: skip
+        kinds = [
+            {name: (str(array.dtype), array.shape) for name, array in arrays.items()}
+            for arrays in (found, self._model)
+        ]
         check_fits(*kinds)
         self._model.update(found)
 
