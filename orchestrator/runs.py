@@ -518,8 +518,10 @@ class Run:
         result = RunDir(self.folder).read_result() or {}
         if status.state in ("failed", "cancelled", "lost"):
             why = describe_end(result) or status.reason or status.state
-            again = command("resume", self.folder)
-            raise RunFailed(f"{self.folder} {status.state}: {why}\nto go on from here: {again}")
+            raise RunFailed(
+                f"{self.folder} {status.state}: {why}\nto continue: resume() of this run, or "
+                f"{command('resume', self.folder)}"
+            )
         return result
 
     @property

@@ -166,8 +166,8 @@ MESSAGES = {
         "the folder that --config-dir names"
     ),
     r"Ambiguous value for argument '([^'=]+)=(.*)'": (
-        "{0}={1} holds commas: to sweep over its values add -m, for a list write {0}=[{1}], for "
-        "one text {0}=\"'{1}'\""
+        "{0}={1} holds commas: to sweep over its values add -m (in Python: start_sweep()), for a "
+        "list write {0}=[{1}], for one text {0}=\"'{1}'\""
     ),
     r"Config group override must be a string or a list\. Got (\w+)": (
         "a group (cluster, experiment, job, optimizer or tracker) takes the name of a file, as in "
