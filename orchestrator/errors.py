@@ -142,6 +142,18 @@ class ReplicasDiffer(OrchestratorError):
         self.ranks = tuple(ranks)
 
 
+class WrongResult(OrchestratorError):
+    """A wrong result of some ranks, found by computing it again; raised on all ranks together.
+
+    Attributes:
+        ranks: by their numbers in the attempt; all that may be wrong, where that is undecided.
+    """
+
+    def __init__(self, message: str, ranks: Iterable[int]) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
 class SilenceError(OrchestratorError):
     """A collective called between two boundaries by a job that did not declare it."""
 

@@ -24,7 +24,7 @@ from orchestrator.client.balance import (
 )
 from orchestrator.client.loop import Callback, RankWindows, Trained, TrainingLoop
 from orchestrator.client.run import current_run
-from orchestrator.engine.api import ShowsGradients
+from orchestrator.engine.api import RecomputesLeaves, ShowsGradients
 from orchestrator.errors import (
     EXIT_FINISHED,
     EXIT_STOPPED,
@@ -144,15 +144,16 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
         try:
             speeds = _speeds(training, group.rank, group.size, before=speeds)
             best = training.best = _best(training, group.rank)
+            windows = RankWindows(
+                training.planned,
+                group.rank,
+                training.rates,
+                ranks=group.size,
+                shard_ranks=engine.shard_ranks,
+                speeds=speeds,
+            )
             loop = TrainingLoop(
-                windows=RankWindows(
-                    training.planned,
-                    group.rank,
-                    training.rates,
-                    ranks=group.size,
-                    shard_ranks=engine.shard_ranks,
-                    speeds=speeds,
-                ),
+                windows=windows,
                 updates=training.updates,
                 checkpoints=training.checkpoints,
                 callbacks=_callbacks(worker, training),
@@ -166,6 +167,8 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
                 trained=Trained(
                     job=training.job,
                     gradients=engine.gradients if isinstance(engine, ShowsGradients) else dict,
+                    engine=engine if isinstance(engine, RecomputesLeaves) else None,
+                    windows=windows,
                 ),
             )
             if training.held_out is not None:

@@ -32,6 +32,7 @@ from orchestrator.errors import (
     StopRequested,
     Unrecoverable,
     UsageError,
+    WrongResult,
 )
 from orchestrator.rundir.checkpoints import Fence
 from orchestrator.rundir.folder import RunDir
@@ -182,7 +183,7 @@ class WorkerProcess:
         else:
             print(f"error: {error}", file=sys.stderr)
         rank = self.topology.rank
-        others = isinstance(error, ReplicasDiffer) and rank not in error.ranks
+        others = isinstance(error, ReplicasDiffer | WrongResult) and rank not in error.ranks
         self.failure = failure_record(
             rank,
             self.topology.node,
