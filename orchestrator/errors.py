@@ -126,6 +126,10 @@ class Evicted(PeerLost):
     exit_code = EVICTED_RANK
 
 
+class Excluded(Evicted):
+    """Exclusion of this rank, which computed wrongly: the others continue without it, for good."""
+
+
 class NonFiniteError(OrchestratorError):
     """A NaN or infinite loss or gradient, raised on all ranks in the same update."""
 

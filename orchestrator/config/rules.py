@@ -429,6 +429,11 @@ def _sentinel_problems(config: Config, ranks: int) -> Iterator[str]:
             f"{stated} needs another rank, which computes a micro-step again; try "
             "cluster.ranks_per_node=2 (with 3 ranks or more a lasting error is named, too)"
         )
+    if accumulation.sentinel == "exclude" and not config.run.survive:
+        yield (
+            "accumulation.sentinel=exclude needs ranks that continue without the excluded one; add "
+            "run.survive=true, or try accumulation.sentinel=stop"
+        )
 
 
 def accumulation_problems(accumulation: AccumulationConfig) -> Iterator[str]:

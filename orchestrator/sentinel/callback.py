@@ -18,7 +18,7 @@ from orchestrator.client.loop import RankWindows, Trained
 from orchestrator.client.run import current_run
 from orchestrator.config.reading import read_config
 from orchestrator.engine.api import MicroBatch, RecomputesLeaves
-from orchestrator.errors import ConfigError, JobError, RunFolderError, WrongResult
+from orchestrator.errors import ConfigError, Excluded, JobError, RunFolderError, WrongResult
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.warnings import warn
@@ -56,7 +56,7 @@ class Sentinel(Callback):
             )
         self._every = accumulation.sentinel_every
         self._refuse_job(trained.job)
-        self._stops, self._seed = accumulation.sentinel == "stop", config.train.seed
+        self._effect, self._seed = accumulation.sentinel, config.train.seed
         self._in_queue = config.cluster.kind == "slurm"
         self._engine, self._windows = trained.engine, trained.windows
         self._rank, self._ranks = current_run.rank, current_run.ranks or 1
@@ -96,6 +96,7 @@ class Sentinel(Callback):
         Raises:
             JobError: leaves of this job cannot be computed again.
             WrongResult: a rank erred, and the run is to stop then.
+            Excluded: this rank erred, and the others are to continue without it.
         """
         shift = shift_of(update, self._every, self._ranks)
         checked = self._recompute(update, (self._rank - shift) % self._ranks)
@@ -169,7 +170,7 @@ class Sentinel(Callback):
 
         Raises:
             JobError: on all ranks alike. If some ranks alone differ, the job is not to blame.
-            WrongResult: as in `_check`.
+            WrongResult, Excluded: as in `_check`.
         """
         unsteady = [rank for rank, digest in enumerate(own) if digest != again[rank]]
         if not unsteady:
@@ -194,6 +195,7 @@ class Sentinel(Callback):
 
         Raises:
             WrongResult: by `accumulation.sentinel=stop`.
+            Excluded: on a wrong rank, by `accumulation.sentinel=exclude`.
         """
         numbers = [self._numbers[rank] for rank in ranks]
         who = " and ".join(f"rank {self._numbers[rank]} on {self._nodes[rank]}" for rank in ranks)
@@ -216,7 +218,9 @@ class Sentinel(Callback):
             about = {"time": time.time(), "ranks": numbers, "text": sentence}
             with contextlib.suppress(OSError, RunFolderError):  # a full disk ends no training
                 write_json(self._run.wrong_result(current_run.attempt), about)
-        if self._stops:
+        if self._effect == "stop":
             raise WrongResult(f"{sentence}. The update was not made", numbers)
         if self._rank == 0:
             warn(sentence, kind=f"sentinel {numbers}")
+        if self._effect == "exclude" and decided and self._rank in ranks:
+            raise Excluded("it computed wrongly (accumulation.sentinel=exclude)")

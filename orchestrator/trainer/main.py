@@ -29,6 +29,7 @@ from orchestrator.errors import (
     EXIT_FINISHED,
     EXIT_STOPPED,
     Evicted,
+    Excluded,
     PeerLost,
     ReplicasDiffer,
     StopRequested,
@@ -189,6 +190,9 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
                 return training.facts_of_ranks()  # a rank may still be lost here
             training.checkpoints.complete_parts(wait=True)
             membership.grow(progress)
+        except Excluded:  # the others redo the update, without this rank
+            training.checkpoints.drop_parts()
+            raise
         except PeerLost as error:
             training.checkpoints.drop_parts()
             try:

@@ -25,6 +25,7 @@ from orchestrator.errors import (
     EXIT_FINISHED,
     EXIT_STOPPED,
     Evicted,
+    Excluded,
     OrchestratorError,
     PeerLost,
     RanksMissing,
@@ -191,6 +192,7 @@ class WorkerProcess:
             secondary=others or isinstance(error, PeerLost | RanksMissing),
             usage=isinstance(error, UsageError),
             replicas_differ=isinstance(error, ReplicasDiffer),
+            excluded=isinstance(error, Excluded),
             traceback="".join(traceback.format_exception(error))[-MOST_OF_TRACEBACK:],
         )
         if not isinstance(error, Evicted):  # the others go on

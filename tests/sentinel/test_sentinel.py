@@ -124,6 +124,22 @@ def test_a_stop_comes_before_the_update_and_names_the_rank_as_culprit(tmp_path):
     assert ended["culprit"]["cause"].endswith("The update was not made")
 
 
+@pytest.mark.parametrize("wrong", [0, 2])
+def test_the_others_continue_without_an_excluded_rank_to_the_bits_without_its_error(
+    tmp_path, wrong
+):
+    runs = [tmp_path / "run", tmp_path / "right"]
+    words = (f"+job.rank={wrong}", "+job.since=3", f"{EVERY}=4", "accumulation.sentinel=exclude")
+    done = train(runs[0], "Wrong", 3, *words, "run.survive=true")
+    assert f"rank {wrong} on node0 computed wrongly in update 3" in told(done)
+    changes = [line for line in lines_of(runs[0]) if "survived" in line]
+    assert [(line["update"], line["survived"]["gone"]) for line in changes] == [(3, [wrong])]
+    assert not [line for line in lines_of(runs[0]) if line.get("joined")]  # nothing replaces it
+    train(runs[1], "Wrong", 2)
+    assert bits(runs[0]) == bits(runs[1])
+    assert result(runs[0])["weights_sha256"] == result(runs[1])["weights_sha256"]
+
+
 # ------------------------------------------------------------------ no trace
 
 
@@ -178,7 +194,7 @@ def test_a_replay_in_one_process_leaves_it_out_and_a_resume_may_change_it(tmp_pa
         (("accumulation.reduction=fast", f"{EVERY}=9"), "add accumulation.reduction=reproducible"),
         (("cluster.ranks_per_node=1", f"{EVERY}=9"), "needs another rank"),
         (("accumulation.sentinel=stop",), "has no effect without accumulation.sentinel_every"),
-        (("accumulation.sentinel=exclude", f"{EVERY}=9"), "must be one of warn, stop"),
+        (("accumulation.sentinel=exclude", f"{EVERY}=9"), "add run.survive=true"),
         (("run.callbacks=[sentinel]",), "is what accumulation.sentinel_every=200 adds"),
         (("job._target_=jobs.contrastive.Contrastive", f"{EVERY}=9"), "with embed()"),
     ],
