@@ -58,10 +58,13 @@ def flipped(gradient, handle):
 
 
 class Stateful(Tiny):
-    """Has a batch norm, numbers in a module, a counter, and random numbers after each update.
+    """Has a batch norm, numbers in a module, a counter, random numbers after each update, and a
+    parameter that some micro-steps use.
 
     Each rank writes down what these are after each update.
     """
+
+    batch_dependent = True
 
     def __init__(self, **more):
         super().__init__(**more)
@@ -69,7 +72,7 @@ class Stateful(Tiny):
 
     def model(self):
         return torch.nn.Sequential(
-            torch.nn.Linear(8, self.width), torch.nn.BatchNorm1d(self.width), Counting(),
+            torch.nn.Linear(8, self.width), torch.nn.BatchNorm1d(self.width), Branch(self.width),
             torch.nn.Dropout(0.3), torch.nn.Linear(self.width, 1),
         )  # fmt: skip
 
@@ -90,14 +93,16 @@ class Stateful(Tiny):
         return {}
 
 
-class Counting(torch.nn.Module):
-    def __init__(self):
+class Branch(torch.nn.Module):
+    """Scales some micro-batches, and counts all."""
+
+    def __init__(self, width):
         super().__init__()
-        self.calls = 0
+        self.scale, self.calls = torch.nn.Parameter(torch.ones(width)), 0
 
     def forward(self, x):
         self.calls += 1
-        return x
+        return x * self.scale if x[0, 0] > 0 else x
 
 
 class Spectral(Tiny):

@@ -143,11 +143,12 @@ def test_the_others_continue_without_an_excluded_rank_to_the_bits_without_its_er
 # ------------------------------------------------------------------ no trace
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_updates_and_all_state_are_those_of_a_run_without_it(tmp_path, ranks):
+@pytest.mark.parametrize(("ranks", "width"), [(2, 16), (3, 9000)])
+def test_updates_and_all_state_are_those_of_a_run_without_it(tmp_path, ranks, width):
     runs = [tmp_path / "with", tmp_path / "without"]
     for run, words in zip(runs, [(f"{EVERY}=1",), ()], strict=True):
-        done = train(run, "Stateful", ranks, *words, "train.precision=bfloat16")
+        more = (f"+job.width={width}", "train.precision=bfloat16", "optimizer.weight_decay=0.1")
+        done = train(run, "Stateful", ranks, *words, *more, "accumulation.global_batch=12")
         assert "computed wrongly" not in told(done)
         assert "differ in update" not in told(done)
     assert bits(runs[0]) == bits(runs[1])
