@@ -44,6 +44,8 @@ class Sentinel(Callback):
 
     _engine: RecomputesLeaves
     _windows: RankWindows
+    _is_new = True  # this process has checked nothing yet
+    _may_refuse = False
 
     def on_start(self, trained: Trained) -> None:
         self._run = RunDir(current_run.folder)
@@ -86,7 +88,8 @@ class Sentinel(Callback):
             self._own = self._engine.leaf_digest()
         if done == steps:
             self._check(update)
-            self._own, self._is_first = None, False
+            self._own, self._is_first, self._is_new = None, False, False
+            self._may_refuse = False
 
     # ------------------------------------------------------------------ a check
 
@@ -99,6 +102,8 @@ class Sentinel(Callback):
             Excluded: this rank erred, and the others are to continue without it.
         """
         shift = shift_of(update, self._every, self._ranks)
+        if self._is_first:
+            self._learn_ranks()
         checked = self._recompute(update, (self._rank - shift) % self._ranks)
         own = self._own or 0
         digests = [own, checked]
@@ -107,12 +112,11 @@ class Sentinel(Callback):
         rows = self._exchange(digests)
         owns, others = [row[0] for row in rows], [row[1] for row in rows]
         if self._is_first:
-            self._learn_nodes()
             self._refuse_unsteady(update, owns, [row[2] for row in rows])
         differing = differing_owners(owns, others, shift)
         if not differing:
             return
-        # A rank that errs always is either of the two in any leaf that differs and involves it.
+        # One leaf is enough: those that differ all involve a rank that always errs.
         owner = differing[0]
         checker = (owner + shift) % self._ranks
         repeats = [row[0] for row in self._exchange([self._recompute(update, owner)])]
@@ -145,9 +149,9 @@ class Sentinel(Callback):
                 f"restored after a second computation ({KEY}={self._every}): define state_dict() "
                 "and load_state_dict() in the job"
             )
-            if self._is_first:
+            if self._may_refuse:
                 raise JobError(f"{sentence}, or leave {KEY} out")
-            warn(sentence, kind="sentinel changes")  # no run ends for that after days
+            warn(sentence, kind="sentinel changes")
         return recomputed.digest
 
     def _exchange(self, digests: list[int]) -> list[list[int]]:
@@ -156,14 +160,15 @@ class Sentinel(Callback):
         starts = range(0, LIMBS * len(digests), LIMBS)
         return [[from_limbs(row[start : start + LIMBS]) for start in starts] for row in rows]
 
-    def _learn_nodes(self) -> None:
-        """Learn the names of all ranks' nodes, and their numbers in the attempt. Collective."""
+    def _learn_ranks(self) -> None:
+        """Learn of all ranks their numbers in the attempt and their nodes' names. Collective."""
         topology = Topology.from_env(os.environ)
         name = topology.node.encode()[:NAME_BYTES].ljust(NAME_BYTES)
-        rows = self._engine.exchange([topology.rank, *map(float, name)])
+        rows = self._engine.exchange([topology.rank, self._is_new, *map(float, name)])
         self._numbers = [int(row[0]) for row in rows]
-        names = [bytes(map(int, row[1:])).decode(errors="replace").strip() for row in rows]
-        self._nodes = names
+        self._nodes = [bytes(map(int, row[2:])).decode(errors="replace").strip() for row in rows]
+        # A job is refused at the start of a run; after days no run ends for it.
+        self._may_refuse = all(row[1] for row in rows)
 
     def _refuse_unsteady(self, update: int, own: list[int], again: list[int]) -> None:
         """Refuse a job whose leaves differ when the same rank computes them twice.
@@ -175,7 +180,7 @@ class Sentinel(Callback):
         unsteady = [rank for rank, digest in enumerate(own) if digest != again[rank]]
         if not unsteady:
             return
-        if len(unsteady) == sum(digest != 0 for digest in own):
+        if self._may_refuse and len(unsteady) == sum(digest != 0 for digest in own):
             raise JobError(
                 f"{KEY}={self._every}: a micro-step that the same rank computes twice has other "
                 "bits the second time. loss() draws random numbers from generators of its own, or "
