@@ -126,6 +126,10 @@ class Evicted(PeerLost):
     exit_code = EVICTED_RANK
 
 
+class Excluded(Evicted):
+    """Exclusion of this rank, which computed wrongly: the others continue without it, for good."""
+
+
 class NonFiniteError(OrchestratorError):
     """A NaN or infinite loss or gradient, raised on all ranks in the same update."""
 
@@ -135,6 +139,18 @@ class ReplicasDiffer(OrchestratorError):
 
     Attributes:
         ranks: those that differ from the majority.
+    """
+
+    def __init__(self, message: str, ranks: Iterable[int]) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+class WrongResult(OrchestratorError):
+    """A wrong result of some ranks, found by computing it again; raised on all ranks together.
+
+    Attributes:
+        ranks: by their numbers in the attempt; all that may be wrong, where that is undecided.
     """
 
     def __init__(self, message: str, ranks: Iterable[int]) -> None:

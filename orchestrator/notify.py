@@ -73,8 +73,9 @@ def messages(run: RunDir) -> Iterator[tuple[str, str, str]]:
     """Yield what can be said of a run: a name for each message, its event, and a sentence.
 
     Events: `first_update`; `stall` (for minutes no rank, or not one of them, has made progress; the
-    run continues); `requeue` (an attempt has ended, and another follows); `failure`, or `hang`
-    where ranks waited for one in vain; `end` (finished, or stopped on request).
+    run continues); `sentinel` (a rank computed something wrongly); `requeue` (an attempt has ended,
+    and another follows); `failure`, or `hang` where ranks waited for one in vain; `end` (finished,
+    or stopped on request).
     """
     if run.metrics.exists() and run.metrics.stat().st_size:
         yield "first_update", "first_update", "the first update is done"
@@ -82,6 +83,9 @@ def messages(run: RunDir) -> Iterator[tuple[str, str, str]]:
     if result is None and (stall := read_json(run.stall(run.latest_attempt))):
         yield f"stall-{run.latest_attempt}-{stall['time']:.0f}", "stall", stall["text"]
     for number in run.attempt_numbers():
+        if wrong := read_json(run.wrong_result(number)):
+            ranks = "-".join(map(str, wrong["ranks"]))
+            yield f"sentinel-{number}-{ranks}", "sentinel", wrong["text"]
         departure = read_json(run.departure(number))
         if departure and result is None:
             again = f"attempt {number} has ended, and another follows: {departure['why']}"

@@ -182,7 +182,10 @@ TRACKERS = PluginKind(
 CALLBACKS = PluginKind(
     key="run.callbacks",
     group="orchestrator.callbacks",
-    ours={"replay": "orchestrator.replay.observer:Observer"},
+    ours={
+        "replay": "orchestrator.replay.observer:Observer",
+        "sentinel": "orchestrator.sentinel.callback:Sentinel",
+    },
 )
 COMMANDS = PluginKind(
     key="command",

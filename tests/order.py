@@ -26,6 +26,7 @@ LONG = tuple(
         "health/test_rehearse",
         "engine/mindspore/test_engine",
         "docs/test_examples",
+        "sentinel/test_sentinel",
         "replay/test_replay",
         "agent/test_local_nodes",
         "cli/test_new",

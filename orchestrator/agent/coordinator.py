@@ -190,6 +190,7 @@ class Coordinator:
         self._saver: int | None = None  # rank that saves the last boundary of a failed attempt
         self._killed = False
         self._given_up: set[int] = set()  # ranks of which a process was ended, since it hung
+        self._excluded: set[int] = set()  # ranks that computed wrongly
         self._stands: set[int] = set()  # ranks that make no progress
         self._standstill_reported = self._standstill_known = self._stall_written = False
         self.outcome: dict[str, Any] | None = None
@@ -345,6 +346,10 @@ class Coordinator:
         if final_state in (FINISHED, STOPPED):
             self._end_in_order()
             return
+        why = self.workers[rank].given_up
+        if event["failure"] is not None and event["failure"].get("excluded"):
+            self._excluded.add(rank)
+            why = event["failure"]["cause"]
         end = AbnormalEnd(
             time=self._clock() - event["ago_s"],
             node=self._spec.name_of(index),
@@ -352,7 +357,7 @@ class Coordinator:
             rank=rank,
             status=event["status"],
             out_of_memory=event.get("out_of_memory", False),
-            why=self.workers[rank].given_up,
+            why=why,
         )
         self._on_abnormal_end(end, [rank], final_state)
 
@@ -627,7 +632,7 @@ class Coordinator:
         """Schedule a lost rank's next process; warn if none is started though it is expected."""
         self._fruitless[rank] = self._fruitless[rank] + 1 if self._was_fruitless(rank) else 0
         most = self._spec.replacements
-        if self._over or not most:
+        if self._over or not most or self._excluded.intersection(self._failure_unit(rank)):
             return
         started = sum(worker.incarnation for worker in self.workers.values())  # by all coordinators
         if most - started <= len(self._restart_at):

@@ -21,7 +21,7 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from orchestrator.client.balance import Speeds
-from orchestrator.engine.api import BoundaryReport
+from orchestrator.engine.api import BoundaryReport, RecomputesLeaves
 from orchestrator.engine.common.waiting import declared
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.window import MicroBatch, Window, planner_of
@@ -49,10 +49,14 @@ class Trained:
     Attributes:
         job: of a job class; None in a loop of the user's own.
         gradients: see `ShowsGradients`; no names where the engine shows none.
+        engine: of a job class that computes leaves again; None elsewhere.
+        windows: of this rank, in the present group.
     """
 
     job: Any = None
     gradients: Callable[[], Mapping[str, Any]] = dict[str, Any]
+    engine: RecomputesLeaves | None = None
+    windows: RankWindows | None = None
 
 
 class Callback:
@@ -177,6 +181,12 @@ class RankWindows:
             micro_batches = (*window.micro_batches, *others)
             window = replace(window, micro_batches=micro_batches, padding=padding)
         return replace(window, learning_rate=self._rates(update)) if self._rates else window
+
+    def of_rank(self, update: int, rank: int) -> Window:
+        """Return the window of any rank; without shards of a model."""
+        speeds = None if self.speeds is None else self.speeds.at(update)
+        split = self._planner.assignment(update, speeds)
+        return self._planner.window(update, rank, split)
 
     def cost(self, window: Window) -> float:
         """Return the cost of this rank's window."""

@@ -44,6 +44,8 @@ KINDS: dict[str, Kind] = {
     "accumulation.micro_tokens": Kind.PLANNED,
     "accumulation.balance": Kind.ROUNDING,
     "accumulation.reduction": Kind.ROUNDING,
+    "accumulation.sentinel": Kind.FREE,
+    "accumulation.sentinel_every": Kind.FREE,
     "schedule": Kind.PLANNED,
     "train": Kind.NUMBERS,
     "train.updates": Kind.PLANNED,

@@ -369,6 +369,8 @@ def _any_job(config: Config) -> Iterator[str]:
     at_once(config.sweep.parallel)
     yield from search_problems(config.sweep)
     yield from accumulation_problems(config.accumulation)
+    if not is_program(config.job):  # which has no use for any key of this section
+        yield from _sentinel_problems(config, ranks)
     for name in stated(config.cluster, SLURM_ONLY) if config.cluster.kind != "slurm" else ():
         yield (
             f"cluster.{name} means nothing on a {config.cluster.kind} cluster; add +cluster=slurm, "
@@ -391,6 +393,47 @@ def _any_job(config: Config) -> Iterator[str]:
         yield from program_problems(config)
     elif not isinstance(config.job.get("_target_"), str):
         yield "job._target_ must be the dotted name of a job class, as in my_jobs.line.Line"
+
+
+SENTINEL = "sentinel"
+"""The callback that `accumulation.sentinel_every` adds."""
+
+
+def callback_names(config: Config) -> list[str]:
+    """Return the names of a run's callbacks, those that other keys add included."""
+    added = [SENTINEL] if config.accumulation.sentinel_every is not None else []
+    return [*config.run.callbacks, *added]
+
+
+def _sentinel_problems(config: Config, ranks: int) -> Iterator[str]:
+    """Yield why leaves cannot be computed by another rank again."""
+    accumulation = config.accumulation
+    if SENTINEL in config.run.callbacks:
+        yield "run.callbacks=sentinel is what accumulation.sentinel_every=200 adds; state that"
+    if (every := accumulation.sentinel_every) is None:
+        if accumulation.sentinel != AccumulationConfig.sentinel:
+            yield (
+                f"accumulation.sentinel={accumulation.sentinel} has no effect without "
+                "accumulation.sentinel_every; add accumulation.sentinel_every=200"
+            )
+        return
+    stated = f"accumulation.sentinel_every={every}"
+    if accumulation.reduction != "reproducible":
+        yield (
+            f"{stated} compares the bits of micro-steps, which depend on the rank with "
+            f"accumulation.reduction={accumulation.reduction}; add "
+            "accumulation.reduction=reproducible, or leave it out"
+        )
+    if ranks == 1:
+        yield (
+            f"{stated} needs another rank, which computes a micro-step again; try "
+            "cluster.ranks_per_node=2 (with 3 ranks or more a lasting error is named, too)"
+        )
+    if accumulation.sentinel == "exclude" and not config.run.survive:
+        yield (
+            "accumulation.sentinel=exclude needs ranks that continue without the excluded one; add "
+            "run.survive=true, or try accumulation.sentinel=stop"
+        )
 
 
 def accumulation_problems(accumulation: AccumulationConfig) -> Iterator[str]:
@@ -425,6 +468,12 @@ def _torch(config: Config, *, coupled: bool) -> Iterator[str]:
         yield (
             f"engine.shard_model={config.engine.shard_model} is not available with embed() and "
             f"loss_of_embeddings(); try engine.shard_model=none"
+        )
+    if config.accumulation.sentinel_every is not None and coupled:
+        yield (
+            f"accumulation.sentinel_every={config.accumulation.sentinel_every} is not available "
+            "with embed() and loss_of_embeddings(), where a micro-step's gradient depends on all "
+            "others; leave it out"
         )
     module, _, name = str(config.optimizer.get("_target_", "")).rpartition(".")
     known = (*SHARDABLE, *WHOLE)

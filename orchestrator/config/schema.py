@@ -197,6 +197,8 @@ class AccumulationConfig:
     balance: str = "even"
     ragged: str = choice("update", "drop", "carry")
     reduction: str = choice("fast", "reproducible")
+    sentinel_every: int | None = number(None, least=1)
+    sentinel: str = choice("warn", "stop", "exclude")
 
 
 DEFAULT_BASE_LR = 1e-3

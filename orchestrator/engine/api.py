@@ -485,6 +485,38 @@ class ShowsGradients(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RecomputedLeaf:
+    """Result of a leaf that was computed again.
+
+    Attributes:
+        digest: of the bits of its gradient, total, weight and metrics; below 2**64.
+        changed: values of the job that its `loss` changed and that could not be restored.
+    """
+
+    digest: int
+    changed: Sequence[str] = ()
+
+
+@runtime_checkable
+class RecomputesLeaves(Protocol):
+    """An engine that can compute any leaf of the window under way, in reproducible mode. The window
+    and the state around it are as before afterwards, to the bit.
+    """
+
+    def leaf_digest(self) -> int:
+        """Return the digest of this rank's latest micro-step in the window. Not collective."""
+        ...
+
+    def recompute_leaf(self, micro_batch: MicroBatch) -> RecomputedLeaf:
+        """Compute a leaf of the window aside, this rank's or another's. Not collective."""
+        ...
+
+    def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Return what `Engine.gather` does, right before the window's boundary. Collective."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class HeldOutReport:
     """Result of an evaluation by all ranks.
 

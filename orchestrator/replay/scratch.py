@@ -155,7 +155,8 @@ class Scratch:
             # The run had finite values up to here, and a last one is to be looked at.
             "train.on_non_finite": "skip",
             "accumulation.balance": "even", "engine.shard_model": "none",
-            "engine.shard_optimizer": False,
+            "engine.shard_optimizer": False, "accumulation.sentinel_every": None,
+            "accumulation.sentinel": "warn",
         }  # fmt: skip
         if request.by_sample:
             own |= {

@@ -279,6 +279,7 @@ RESTARTS_SHOWN = 5
 # Causes that a node's hardware may have; a Python exception of the job is none.
 NODE_FAULT = re.compile(
     r"SIG(KILL|BUS|SEGV|ABRT)|stopped answering|silent|NCCL|HCCL|CUDA error|Ascend|ECC"
+    r"|computed wrongly in update"
 )
 
 

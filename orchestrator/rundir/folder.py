@@ -141,6 +141,7 @@ class RunDir:
     outcome = _of_attempt("outcome.json")  # how it ended, by its coordinator
     finalizing = _of_attempt("finalizing")  # the batch script lives, and finalizes the attempt
     stall = _of_attempt("stall.json")  # its ranks make no progress, by its coordinator
+    wrong_result = _of_attempt("wrong-result.json")  # ranks that the sentinel has named
     departure = _of_attempt("departure.json")  # why it ended although the run continues
     restart = _of_attempt("restart.json")  # why it began, and what the one before it lost
     srun_log = _of_attempt("srun.log")

@@ -96,6 +96,7 @@ def failure_record(
     secondary: bool,
     usage: bool = False,
     replicas_differ: bool = False,
+    excluded: bool = False,
     traceback: str = "",
 ) -> dict[str, Any]:
     """Return the record of a rank's failure, from which the root cause of the run is found.
@@ -104,6 +105,7 @@ def failure_record(
         secondary: caused by another rank's failure or difference.
         usage: see `Culprit`.
         replicas_differ: no rank's state may be saved, since it is unknown which is right.
+        excluded: the rank computed wrongly, and no process may replace it.
     """
     return {
         "rank": rank,
@@ -113,6 +115,7 @@ def failure_record(
         "usage": usage,
         "secondary": secondary,
         "replicas_differ": replicas_differ,
+        "excluded": excluded,
         "traceback": traceback,
     }
 

@@ -24,11 +24,12 @@ from orchestrator.client.balance import (
 )
 from orchestrator.client.loop import Callback, RankWindows, Trained, TrainingLoop
 from orchestrator.client.run import current_run
-from orchestrator.engine.api import ShowsGradients
+from orchestrator.engine.api import RecomputesLeaves, ShowsGradients
 from orchestrator.errors import (
     EXIT_FINISHED,
     EXIT_STOPPED,
     Evicted,
+    Excluded,
     PeerLost,
     ReplicasDiffer,
     StopRequested,
@@ -144,15 +145,16 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
         try:
             speeds = _speeds(training, group.rank, group.size, before=speeds)
             best = training.best = _best(training, group.rank)
+            windows = RankWindows(
+                training.planned,
+                group.rank,
+                training.rates,
+                ranks=group.size,
+                shard_ranks=engine.shard_ranks,
+                speeds=speeds,
+            )
             loop = TrainingLoop(
-                windows=RankWindows(
-                    training.planned,
-                    group.rank,
-                    training.rates,
-                    ranks=group.size,
-                    shard_ranks=engine.shard_ranks,
-                    speeds=speeds,
-                ),
+                windows=windows,
                 updates=training.updates,
                 checkpoints=training.checkpoints,
                 callbacks=_callbacks(worker, training),
@@ -166,6 +168,8 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
                 trained=Trained(
                     job=training.job,
                     gradients=engine.gradients if isinstance(engine, ShowsGradients) else dict,
+                    engine=engine if isinstance(engine, RecomputesLeaves) else None,
+                    windows=windows,
                 ),
             )
             if training.held_out is not None:
@@ -186,6 +190,9 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
                 return training.facts_of_ranks()  # a rank may still be lost here
             training.checkpoints.complete_parts(wait=True)
             membership.grow(progress)
+        except Excluded:  # the others redo the update, without this rank
+            training.checkpoints.drop_parts()
+            raise
         except PeerLost as error:
             training.checkpoints.drop_parts()
             try:

@@ -23,7 +23,7 @@ from orchestrator.clusters.machine import visible_gpus
 from orchestrator.config.job_source import check_target, refuse_arguments
 from orchestrator.config.optimizer import base_rate
 from orchestrator.config.reading import read_config, with_run_folder
-from orchestrator.config.rules import refuse_unsupported, with_survival
+from orchestrator.config.rules import callback_names, refuse_unsupported, with_survival
 from orchestrator.config.schema import Config
 from orchestrator.data import HeldOutData
 from orchestrator.engine.api import Engine, EngineSettings, Framework, Group, GroupSpec, Survives
@@ -378,7 +378,7 @@ def _set_up(worker: WorkerProcess) -> Training:
         group=group, planned=planned,
         updates=planned.updates, rates=own_rates(job, config.schedule, engine, planned.updates),
         held_out=agreed_held_out(engine, job, by_length=planned.work is not None),
-        callbacks=[*_callbacks_of(job), *configured_callbacks(config.run.callbacks)],
+        callbacks=[*_callbacks_of(job), *configured_callbacks(callback_names(config))],
         recorded_speeds=kept_speeds(config, run),
     )  # fmt: skip
     if config.train.keep_best is not None and training.held_out is None and not evaluates(job):

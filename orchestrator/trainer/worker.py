@@ -25,6 +25,7 @@ from orchestrator.errors import (
     EXIT_FINISHED,
     EXIT_STOPPED,
     Evicted,
+    Excluded,
     OrchestratorError,
     PeerLost,
     RanksMissing,
@@ -32,6 +33,7 @@ from orchestrator.errors import (
     StopRequested,
     Unrecoverable,
     UsageError,
+    WrongResult,
 )
 from orchestrator.rundir.checkpoints import Fence
 from orchestrator.rundir.folder import RunDir
@@ -182,7 +184,7 @@ class WorkerProcess:
         else:
             print(f"error: {error}", file=sys.stderr)
         rank = self.topology.rank
-        others = isinstance(error, ReplicasDiffer) and rank not in error.ranks
+        others = isinstance(error, ReplicasDiffer | WrongResult) and rank not in error.ranks
         self.failure = failure_record(
             rank,
             self.topology.node,
@@ -190,6 +192,7 @@ class WorkerProcess:
             secondary=others or isinstance(error, PeerLost | RanksMissing),
             usage=isinstance(error, UsageError),
             replicas_differ=isinstance(error, ReplicasDiffer),
+            excluded=isinstance(error, Excluded),
             traceback="".join(traceback.format_exception(error))[-MOST_OF_TRACEBACK:],
         )
         if not isinstance(error, Evicted):  # the others go on

@@ -219,6 +219,7 @@ def test_a_stream_of_ascii_gets_ascii_also_from_logs():
 @pytest.mark.parametrize(
     ("cause", "node", "offered"),
     [("killed by SIGKILL", "n3", True), ("NCCL error: unhandled", "n3", True),
+     ("rank 2 on n3 computed wrongly in update 7: …", "n3", True),
      ("ValueError: no", "n3", False), ("killed by SIGKILL", "batch", False)],
 )  # fmt: skip
 def test_a_failure_of_hardware_offers_to_exclude_its_node(screen, made, cause, node, offered):

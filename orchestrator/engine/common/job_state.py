@@ -14,7 +14,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,6 +35,20 @@ _UNKNOWN = object()
 
 Version = Callable[[Any], Any]
 """Return a value of a tensor or module that changes when its numbers do; None for anything else."""
+
+
+@contextmanager
+def kept_attributes(holders: Iterable[dict[str, Any]]) -> Generator[None]:
+    """Give tables of attributes their present entries back, but for this package's own caches."""
+    before = [(attributes, dict(attributes)) for attributes in holders]
+    try:
+        yield
+    finally:
+        for attributes, earlier in before:
+            for name in [name for name in attributes if name not in earlier]:
+                if not name.startswith("_orchestrator_"):
+                    del attributes[name]
+            attributes.update(earlier)
 
 
 class JobState:
@@ -133,6 +147,23 @@ class JobState:
         finally:
             if self.saved:
                 self._job.load_state_dict(state)
+
+    @contextmanager
+    def preserved(self) -> Generator[list[str]]:
+        """Restore the job's state afterwards, whether it says what that is or not: attributes refer
+        to what they did before. The list then names what was changed in place and is not restored.
+        """
+        changed: list[str] = []
+        before = self._values()
+        holders = [getattr(self._job, "__dict__", {})]
+        holders += [vars(value) for value in holders[0].values() if self._is_own_object(value)]
+        with self.isolated(), kept_attributes(holders):
+            yield changed
+        if not self.saved:
+            now = self._values()
+            changed += [
+                name for name, (_, seen) in before.items() if now.get(name, (None, None))[1] != seen
+            ]
 
     # ------------------------------------------------------------------ watched
 

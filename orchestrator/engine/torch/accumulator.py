@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -66,7 +66,7 @@ from orchestrator.engine.torch.checks import (
     mean_refusal,
 )
 from orchestrator.engine.torch.consistency_checks import check_same_start, replica_checker
-from orchestrator.engine.torch.gradient_digest import gradient_digest
+from orchestrator.engine.torch.gradient_digest import gradient_digest, leaf_digest
 from orchestrator.engine.torch.group import BaseGroup, gather_numbers, ranks_where, to_floats
 from orchestrator.engine.torch.model import Precision, check_optimizer, learning_rate_of
 from orchestrator.engine.torch.model_parts import ModelParts
@@ -436,6 +436,40 @@ class Accumulator:
             self._losses += row
             if self._tracker is not None:
                 self._tracker.computed += 1
+
+    # ------------------------------------------------------------------ a leaf again
+
+    def leaf_digest(self) -> int:
+        """Return a digest of this rank's latest micro-step in this window: of its gradient, total,
+        weight and metrics. In reproducible mode. Not collective.
+        """
+        width = 2 + len(self.options.metric_names)
+        return leaf_digest(self.buffers.flat_grads, to_floats(self._losses[-width:]))
+
+    def recompute(self, loss: Callable[[], Loss]) -> int:
+        """Return `leaf_digest` of a micro-step that leaves the window as it is. Not collective.
+
+        Args:
+            loss: computes it; called within the window, between micro-steps.
+
+        Raises:
+            ConfigError: not in reproducible mode.
+            JobError: `loss` returns what the job's contract forbids.
+        """
+        if not isinstance(self._reduction, ReproducibleReduction):
+            raise ConfigError("leaves are computed again with reduction='reproducible' alone")
+        with self._window.within("recompute()"), self.clock.compute:
+            made = loss()
+            row = checked_loss(made, self.options.metric_names)
+            factor = self.precision.scale / self._expected_weight
+            with self._reduction.aside() as buffers:
+                self._hooks.on_gradient = None
+                try:
+                    (made.total if factor == 1.0 else made.total * factor).backward()
+                finally:
+                    self._hooks.on_gradient = self._window.note_undeclared
+                buffers.complete()
+                return leaf_digest(buffers.flat_grads, to_floats(row))
 
     # ------------------------------------------------------------------ the boundary
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter, is_, ne, or_
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -398,6 +398,22 @@ class GradientBuffers:
             self.parameters[number].grad = None
         yield
         self.attach()
+
+    @contextmanager
+    def preserved(self) -> Generator[None]:
+        """Restore afterwards what counts and directs gradients, which go to buffers of
+        `clone_layout` meanwhile.
+        """
+        gradients = [parameter.grad for parameter in self.parameters]
+        shared: list[Any] = [self.hook_counts, self.at_begin, self.targets, self.used]
+        before = [values[:] for values in shared]
+        try:
+            yield
+        finally:
+            for values, earlier in zip(shared, before, strict=True):
+                values[:] = earlier  # in place: hooks and copies of this layout have them, too
+            for parameter, gradient in zip(self.parameters, gradients, strict=True):
+                parameter.grad = gradient
 
     def release(self) -> None:
         """Let the parameters' gradients be of their own dtype again."""

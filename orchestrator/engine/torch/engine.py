@@ -23,6 +23,7 @@ from orchestrator.engine.api import (
     EngineSettings,
     HeldOutReport,
     MicroBatch,
+    RecomputedLeaf,
     Window,
 )
 from orchestrator.engine.common.boundary import limb_bits
@@ -32,6 +33,7 @@ from orchestrator.engine.common.job_checks import (
     left_in_evaluation,
     refuse_scheduler,
 )
+from orchestrator.engine.common.job_state import kept_attributes
 from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.engine.torch import loader
 from orchestrator.engine.torch.accumulator import Accumulator
@@ -60,6 +62,7 @@ from orchestrator.engine.torch.model import (
     is_opaque,
     job_state_of,
     kept_random_state,
+    kept_state,
     modes_of,
     moved,
     seed_everything,
@@ -111,8 +114,8 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 class TorchEngine(Engine):
-    """An `Engine` that also `Survives`, `CopiesState` and `ShowsGradients`; see there for the
-    methods.
+    """An `Engine` that also `Survives`, `CopiesState`, `ShowsGradients` and `RecomputesLeaves`; see
+    there for the methods.
 
     Building one is collective: it builds the job's model, the same on every rank, and all that
     trains it.
@@ -458,6 +461,38 @@ class TorchEngine(Engine):
             warn(changing_advice(layers, "in after_update()"))
         if not self._restores_forward:
             self._forward_before = None  # frees the copies
+
+    # ------------------------------------------------------------------ a leaf again
+
+    def leaf_digest(self) -> int:
+        return self.accumulator.leaf_digest()
+
+    def recompute_leaf(self, micro_batch: MicroBatch) -> RecomputedLeaf:
+        layers = [vars(layer) for _, layer in self._modules]
+        with (
+            kept_random_state(),
+            self._job_state.preserved() as changed,
+            kept_attributes(layers),
+            kept_state(self.model),
+        ):
+            # In this process: workers fetch ahead, in the order of this rank's own leaves.
+            [batch] = loader.batches(
+                [micro_batch], dataset=dataset_of(self._job), job=self._job,
+                seed=self._settings.seed,
+            )  # fmt: skip
+            seed = derived_seed("step", self._settings.seed, micro_batch.update, micro_batch.start)
+            seed_everything(seed)
+            digest = self.accumulator.recompute(lambda: self._loss(batch))
+        return RecomputedLeaf(digest=digest, changed=changed)
+
+    def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
+        group = self._group
+        silence, group.silence = group.silence, None
+        try:
+            with self._clock.wait:
+                return self.gather(numbers)
+        finally:
+            group.silence = silence
 
     # ------------------------------------------------------------------ around updates
 

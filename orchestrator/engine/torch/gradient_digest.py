@@ -8,6 +8,7 @@ Row and column sums are all that is computed of the elements: two passes at the 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -29,6 +30,14 @@ def gradient_digest(flats: Sequence[Tensor]) -> str:
     for place, term in enumerate(torch.stack(sums).tolist() if sums else ()):
         whole += term * (2 * place + 1)
     return f"{whole & _MASK:016x}"
+
+
+def leaf_digest(flats: Sequence[Tensor], numbers: Sequence[float]) -> int:
+    """Return a digest, below 2**64, of a micro-step's gradient and of its loss's numbers: total,
+    weight and metrics.
+    """
+    text = f"{gradient_digest(flats)} {[number.hex() for number in numbers]}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def _terms(flat: Tensor) -> list[Tensor]:

@@ -15,7 +15,8 @@ equal kernels on all ranks; the engine compares versions and threads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -179,6 +180,21 @@ class ReproducibleReduction:
             self._stack.append(node)  # its number is known at the boundary
         else:
             self._fold(node, self._leaves or _UNKNOWN)
+
+    @contextmanager
+    def aside(self) -> Generator[GradientBuffers]:
+        """Direct gradients to further buffers, as for a leaf; the window is as before afterwards.
+        For between micro-steps. Takes one more set of buffers if none is free.
+        """
+        # The latest leaf's may be free already, but the boundary still checks them.
+        spare = next((one for one in self._free if one is not self.buffers), None)
+        if spare is None:
+            self.buffers_made += 1
+            spare = self.buffers.clone_layout()
+            self._free.append(spare)
+        with self.buffers.preserved():
+            spare.begin()
+            yield spare
 
     def _free_buffers(self) -> GradientBuffers:
         if self._free:
