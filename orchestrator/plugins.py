@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import traceback
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from orchestrator.errors import ConfigError, OrchestratorError, nearest, shortened
@@ -42,7 +42,9 @@ class PluginKind:
 
     def refusal(self, name: str) -> str | None:
         """Return why `name` cannot be chosen, in a sentence; None if it can. Imports nothing."""
-        if name in self.ours or name in self.besides:
+        if name in self.ours:
+            return self._missing(name)
+        if name in self.besides:
             return None
         theirs = _entry_points(self.group)
         found = [entry for entry in theirs if entry.name == name]
@@ -93,11 +95,8 @@ class PluginKind:
         """Return what `name` names, and how to call a third party's in messages; None for ours."""
         where = self.ours.get(name)
         if where is not None:
-            if not _is_there(where):
-                folder = where.partition(":")[0].rpartition(".")[0].replace(".", "/")
-                raise ConfigError(
-                    f"{self.key}={name} is not part of this installation: {folder}/ is missing"
-                )
+            if sentence := self._missing(name):
+                raise ConfigError(sentence)
             return _imported(where), None
         if sentence := self.refusal(name):
             raise ConfigError(sentence)
@@ -107,6 +106,13 @@ class PluginKind:
             return _imported(entry.value), source
         except (Exception, SystemExit) as error:
             raise ConfigError(f"{source} cannot be imported: {_describe(error)}") from error
+
+    def _missing(self, name: str) -> str | None:
+        """Return that one of ours was taken away, in a sentence; None if it is there."""
+        if _is_there(self.ours[name]):
+            return None
+        folder = self.ours[name].partition(":")[0].rpartition(".")[0].replace(".", "/")
+        return f"{self.key}={name} is not part of this installation: {folder}/ is missing"
 
     def names(self) -> list[str]:
         """Return the names of all plug-ins that are there: ours, then those of other packages."""
@@ -209,11 +215,9 @@ def _package(entry: Any) -> str:
 
 
 def _is_there(where: str) -> bool:
-    """Return whether the module of "module:Class" exists. Imports the packages above it."""
-    try:
-        return importlib.util.find_spec(where.partition(":")[0]) is not None
-    except ModuleNotFoundError:
-        return False
+    """Return whether the module of "module:Class" of this package exists. Imports nothing."""
+    path = Path(__file__).parent.joinpath(*where.partition(":")[0].split(".")[1:])
+    return path.with_suffix(".py").exists()
 
 
 def _imported(where: str) -> Any:

@@ -418,6 +418,8 @@ def _sentinel_problems(config: Config, ranks: int) -> Iterator[str]:
             )
         return
     stated = f"accumulation.sentinel_every={every}"
+    if missing := CALLBACKS.refusal(SENTINEL):
+        yield f"{stated}: {missing}"
     if accumulation.reduction != "reproducible":
         yield (
             f"{stated} compares the bits of micro-steps, which depend on the rank with "

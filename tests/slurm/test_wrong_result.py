@@ -2,7 +2,11 @@
 
 import re
 
+import pytest
+
 from tests.slurm import runs
+
+pytest.importorskip("orchestrator.sentinel")  # an add-on
 
 SETTINGS = (
     "job._target_=tests.sentinel.jobs.Wrong", "+job.rank=1", "+job.since=3", "train.updates=12",
