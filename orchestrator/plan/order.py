@@ -430,11 +430,11 @@ def _block(order: DataOrder, epoch: int, number: int) -> NDArray[np.int64]:
     positions = np.arange(first, min(first + BLOCK, samples))
     if order.shards:
         batch = order.batch_of(order.updates_before_epoch(epoch))
-        found = order.shards.samples_at(positions, batch, order.seed, epoch)
+        block = order.shards.samples_at(positions, batch, order.seed, epoch)
     else:
-        found = permuted(positions.astype(np.uint64), samples, order.seed, epoch).astype(np.int64)
-    found.flags.writeable = False
-    return found
+        block = permuted(positions.astype(np.uint64), samples, order.seed, epoch).astype(np.int64)
+    block.flags.writeable = False
+    return block
 
 
 def permuted(
@@ -462,7 +462,7 @@ def permuted(
             left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(31))) & mask)
         return (left << shift) | right
 
-    found = encrypt(positions)
-    while (outside := found >= samples).any():
-        found[outside] = encrypt(found[outside])
-    return found
+    indices = encrypt(positions)
+    while (outside := indices >= samples).any():
+        indices[outside] = encrypt(indices[outside])
+    return indices
