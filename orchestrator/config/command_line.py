@@ -135,7 +135,7 @@ def check_overrides(
     line: Sequence[str] | None = None,
     options: Collection[str] = (),
 ) -> None:
-    """Raise `ConfigError` for what cannot be an override: KEY=VALUE, +KEY=VALUE, ++…, or ~KEY.
+    """Raise `ConfigError` for any text that is no override: KEY=VALUE, +KEY=VALUE, ++…, or ~KEY.
 
     Two lengths of the run are refused, too: one of them would have no effect.
 

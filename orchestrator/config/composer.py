@@ -186,7 +186,7 @@ def _is_shareable(composition: DictConfig, parsed: Sequence[Override]) -> bool:
 
 
 class Composer:
-    """Composes what one command line asks for, and the points of its sweep.
+    """Composes the configuration of one command line, and the points of its sweep.
 
     Raises:
         ConfigError: `--config-dir` is no folder.
@@ -194,11 +194,11 @@ class Composer:
 
     def __init__(self, line: CommandLine) -> None:
         self.line = line
-        self.params: list[str] = []  # what the configuration itself sweeps over
+        self.params: list[str] = []  # the sweeps in the configuration itself
         self.searches = False  # whether trials are drawn by the results of earlier ones
         self.run_dir: str | None = None  # as stated for all points of a sweep, with interpolations
         self.loader = Loader(line.config_dir)
-        self._shared: dict[tuple[str | None, ...], DictConfig] = {}  # see `_point`
+        self._shared: dict[tuple[str | None, ...], DictConfig] = {}  # see `point`
         register_resolver("sweep_name", lambda: self._sweep_name)
 
     @cached_property
@@ -210,7 +210,7 @@ class Composer:
             return self.loader.sweep_name(self.overrides, self.line)
 
     def compose(self) -> Composed:
-        """Compose the configuration of a run, or what all points of a sweep share.
+        """Compose the configuration of a run, or the part that all points of a sweep share.
 
         Raises:
             ConfigError: the configuration cannot be composed.
@@ -373,7 +373,7 @@ class Composer:
 def compose(
     overrides: Sequence[str], config_dir: str | None = None, config_name: str = PRIMARY
 ) -> Config:
-    """Compose the configuration of a run, or what all points of a sweep have in common."""
+    """Compose the configuration of a run, or the part that all points of a sweep share."""
     check_overrides(overrides)
     line = CommandLine(overrides=tuple(overrides), config_dir=config_dir, config_name=config_name)
     return Composer(line).compose().config()

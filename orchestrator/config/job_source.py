@@ -284,7 +284,7 @@ class TargetFacts:
 
 @cached
 def check_target(dotted: str) -> TargetFacts:
-    """Check that the class of `job._target_` exists, and read what a plan needs to know of it.
+    """Check that the class of `job._target_` exists, and read the facts that a plan needs.
 
     Raises:
         JobError: the module or class does not exist, or the name means no class.
@@ -381,7 +381,7 @@ MOST_NAMED = 200
 
 
 def check_program(program: ProgramConfig) -> None:
-    """Refuse what cannot be started. Raises `JobError`."""
+    """Refuse a program that cannot be started. Raises `JobError`."""
     target = program.target
     if program.is_module:
         spec = find_module(target)
@@ -439,9 +439,7 @@ def is_this_python(word: str) -> bool:
 def _check_python(spelled: str, path: Path) -> None:
     """Check that a script is Python, as every rank would find out."""
     try:
-        with warnings.catch_warnings(
-            action="ignore"
-        ):  # Python repeats them when it runs the script
+        with warnings.catch_warnings(action="ignore"):  # Python repeats them in the run
             ast.parse(path.read_bytes(), spelled)
     except (SyntaxError, ValueError) as error:
         at = f"line {error.lineno}: " if isinstance(error, SyntaxError) and error.lineno else ""

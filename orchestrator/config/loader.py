@@ -138,7 +138,7 @@ _AS_HERE = {
     "hydra/job_logging": "none",
     "hydra/hydra_logging": "none",
 }
-"""Settings that say what is done anyway."""
+"""Settings of Hydra's that ask for the only behaviour here."""
 
 
 def _refuse_overridden(result: ConfigResult, name: str) -> None:

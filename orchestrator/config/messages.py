@@ -1,4 +1,4 @@
-"""Clear messages for what Hydra and OmegaConf raise."""
+"""Clear messages for the errors of Hydra and OmegaConf."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ _OF_VALUES = {
 _UNREADABLE = re.compile(
     r"LexerNoViableAlt|token recognition|mismatched input|extraneous input|no viable alternative"
 )
-"""In what ANTLR says of a line that it cannot parse, in names of its own."""
+"""Phrases of ANTLR's messages, which name its own rules, on a line that it cannot parse."""
 
 # Patterns of Hydra's and OmegaConf's errors, and our messages for them.
 MESSAGES = {

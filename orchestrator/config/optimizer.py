@@ -95,7 +95,7 @@ def _number(value: Any) -> float | None:
 
 
 def described(optimizer: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what steps the weights, for environment.json and result.json.
+    """Describe the optimizer, for environment.json and result.json.
 
     Args:
         settings: the configuration's `optimizer`, empty where the job builds its own.

@@ -46,7 +46,7 @@ class ProgramConfig:
     """
 
     command: tuple[str, ...]
-    # They do not count in comparisons: what a program's files say holds for all arguments.
+    # Not compared: facts from a program's files hold whatever its arguments.
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False)
     resume_arguments: tuple[str, ...] = ()
     argument_style: str = "equals"
