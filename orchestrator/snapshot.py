@@ -345,6 +345,7 @@ def _files(
             sizes[name] = facts.st_size
         elif stat.S_ISDIR(facts.st_mode):  # git lists a submodule as one entry
             inner = _git_files(root / name) or ()
+            # The loop walks these entries, too.
             listed.extend(
                 f"{name.rstrip('/')}/{entry}" for entry in inner if entry not in ("", "./")
             )

@@ -131,7 +131,7 @@ class Branch:
     lanes: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return what is known of it, by its names."""
+        """Return the known attributes by name."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -167,8 +167,8 @@ class DataOrder:
             with G > N an update spans epochs and holds some samples more than once.
         seed: 0 up to 2**63 - 1.
         shards: of a data set that is read along them; None: samples come in any order.
-        batch_schedule: other values of G, from given updates on. An epoch goes on with the next G;
-            under `drop` it ends where fewer samples remain than the next update needs.
+        batch_schedule: other values of G, from given updates on. An epoch continues with the next
+            G; under `drop` it ends where fewer samples remain than the next update needs.
         branch: update 0 takes the samples after it. Its epoch keeps its number, and what remains of
             it counts as the first epoch of this order.
 
