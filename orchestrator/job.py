@@ -19,14 +19,14 @@ COUPLED_METHODS = ("embed", "loss_of_embeddings")  # both of them instead of `lo
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """The loss of one micro-batch as a *sum*, and what that sum is to be divided by.
+    """The loss of one micro-batch as a *sum*, and the weight to divide it by.
 
     The update's loss is (sum of `total`) / (sum of `weight`) over every micro-batch of every rank,
     and so is its gradient: exact for any split. Give sums, never means.
 
     Attributes:
         total: scalar tensor with a graph: the sum of the samples' (or tokens') losses.
-        weight: what to divide by: the number of samples, tokens, or the sum of sample weights.
+        weight: the divisor: the number of samples, tokens, or the sum of sample weights.
         metrics: further sums by name, averaged in the same way (say, how many were right). Their
             names must be those in the job's `metric_names`.
     """

@@ -115,7 +115,7 @@ def is_installed(path: Path) -> bool:
 
 
 def folder_of(target: type) -> Path:
-    """Return a class's source folder; the working folder for what is installed or typed in."""
+    """Return a class's source folder; of an installed or typed-in class the working folder."""
     file = getattr(sys.modules.get(target.__module__), "__file__", None)
     path = Path(file).absolute() if file else None
     return Path.cwd() if path is None or is_installed(path) else path.parent
@@ -208,11 +208,11 @@ def _git(folder: Path, *arguments: str) -> bytes | None:
         raise GitRefusal(f"git gave no answer on {folder} within {GIT_S:.0f} s") from error
     if done.returncode == 0:
         return done.stdout
-    said = done.stderr.decode("utf-8", "replace").strip()
-    if any(phrase in said.lower() for phrase in NO_REPOSITORY):
+    stderr = done.stderr.decode("utf-8", "replace").strip()
+    if any(phrase in stderr.lower() for phrase in NO_REPOSITORY):
         return None
-    message = f"git does not read {folder}: {said.splitlines()[0] if said else 'no message'}"
-    if command := SAFE_DIRECTORY.search(said):  # it belongs to another account
+    message = f"git does not read {folder}: {stderr.splitlines()[0] if stderr else 'no message'}"
+    if command := SAFE_DIRECTORY.search(stderr):  # it belongs to another account
         message += f"; if you trust it, type: {command[0]}"
     raise GitRefusal(message)
 
@@ -329,11 +329,11 @@ def _files(
     no_code = (f"{os.path.relpath(run, root)}/",)
     if not (root / "runs" / "__init__.py").exists():  # else it is a package of the user's
         no_code += ("runs/",)
-    made_here = cache(partial(_is_of_runs, root))
-    found: dict[str, int] = {}
+    is_of_runs = cache(partial(_is_of_runs, root))
+    sizes: dict[str, int] = {}
     left_out: list[str] = []
     for name in listed:
-        if name.startswith(no_code) or made_here(os.path.dirname(name)):  # noqa: PTH120
+        if name.startswith(no_code) or is_of_runs(os.path.dirname(name)):  # noqa: PTH120
             continue
         try:
             facts = os.lstat(f"{root}/{name}")  # hundreds of times a submission
@@ -342,11 +342,14 @@ def _files(
         if is_secret(name) or (stat.S_ISLNK(facts.st_mode) and _leads_out(root, name)):
             left_out.append(name)
         elif stat.S_ISREG(facts.st_mode) or stat.S_ISLNK(facts.st_mode):
-            found[name] = facts.st_size
+            sizes[name] = facts.st_size
         elif stat.S_ISDIR(facts.st_mode):  # git lists a submodule as one entry
             inner = _git_files(root / name) or ()
-            listed.extend(f"{name.rstrip('/')}/{one}" for one in inner if one not in ("", "./"))
-    return found, left_out
+            # The loop walks these entries, too.
+            listed.extend(
+                f"{name.rstrip('/')}/{entry}" for entry in inner if entry not in ("", "./")
+            )
+    return sizes, left_out
 
 
 def _is_of_runs(root: Path, folder: str) -> bool:
@@ -366,10 +369,10 @@ def python_files(target: str | ProgramConfig) -> Iterator[Path]:
     """Yield the files that a job's or program's copy would certainly need, and every other Python
     file that it would hold, but tests and this package.
     """
-    found = _root_of(target)
-    if found is None:
+    location = _root_of(target)
+    if location is None:
         return
-    root, top = found
+    root, top = location
     # Files that are too many change no result; `code_state` has the warning.
     for name in _files(root, {top}, root / "runs", ignored=True)[0]:
         first = name.partition("/")[0]
@@ -401,46 +404,50 @@ def copy_code(target: str | ProgramConfig, run: Path, into: Path) -> list[str]:
     Raises:
         RunFolderError: there is too much of it, or git does not say which files it ignores.
     """
-    found: dict[Path, dict[str, int]] = {}
+    files_by_root: dict[Path, dict[str, int]] = {}
     left_out: list[str] = []
     for root, tops in source_roots(target).items():
         try:
-            found[root], omitted = _files(root, tops, run)
+            files_by_root[root], omitted = _files(root, tops, run)
         except GitRefusal as refusal:
             raise RunFolderError(
                 f"{refusal}\nso the copy of the code would hold what git ignores; or set "
                 f"run.snapshot=false"
             ) from refusal
         left_out += omitted
-        if absent := [top for top in tops if (root / top).is_file() and top not in found[root]]:
+        if absent := [
+            top for top in tops if (root / top).is_file() and top not in files_by_root[root]
+        ]:
             raise RunFolderError(
                 f"{root / absent[0]} is left out of the copy of the code, as what may hold a "
                 f"secret is, or a link that leads elsewhere; rename it, or set run.snapshot=false"
             )
-    sizes = {root / name: size for root, names in found.items() for name, size in names.items()}
+    sizes = {
+        root / name: size for root, names in files_by_root.items() for name, size in names.items()
+    }
     size = sum(sizes.values())
     if size > LIMIT_BYTES or len(sizes) > LIMIT_FILES:
         largest = max(sizes, key=lambda path: sizes[path])
         raise RunFolderError(
-            f"the code in {' and '.join(map(str, found))} is {format_bytes(size)} in {len(sizes)} "
-            f"files (the largest is {largest}), too much to keep a copy with the run (at most "
-            f"{format_bytes(LIMIT_BYTES)}, {LIMIT_FILES} files); leave data out by .gitignore, or "
-            f"set run.snapshot=false"
+            f"the code in {' and '.join(map(str, files_by_root))} is {format_bytes(size)} in "
+            f"{len(sizes)} files (the largest is {largest}), too much to keep a copy with the run "
+            f"(at most {format_bytes(LIMIT_BYTES)}, {LIMIT_FILES} files); leave data out by "
+            f".gitignore, or set run.snapshot=false"
         )
     into.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     part = into.with_name(f".{into.name}.part")
     for old in filter(os.path.lexists, (part, into)):
         remove(old)
     make_folder(part)
-    for number, (root, names) in enumerate(found.items()):
+    for number, (root, names) in enumerate(files_by_root.items()):
         for name in names:
             path = part / str(number) / name
             path.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(root / name, path, follow_symlinks=False)  # with its time
             if not path.is_symlink():
                 path.chmod(0o500 if path.stat().st_mode & stat.S_IXUSR else 0o400)
-    roots = {str(root): str(number) for number, root in enumerate(found)}
-    git = code_state(next(reversed(found), PACKAGE.parent))
+    roots = {str(root): str(number) for number, root in enumerate(files_by_root)}
+    git = code_state(next(reversed(files_by_root), PACKAGE.parent))
     write_json(part / RECORD, {"roots": roots, "git": git})
     part.rename(into)
     return left_out

@@ -95,7 +95,7 @@ NOT_OURS = {
     "srun_args": f"cluster.srun_flags in {VARIABLE}",
     "teardown": "the function itself",
 }
-"""Parameters that are refused, and what takes their place."""
+"""Refused parameters, and their replacements."""
 
 
 UNITS = {"K": 2**-20, "M": 2**-10, "": 2**-10, "G": 1, "T": 2**10}
@@ -133,10 +133,10 @@ class Watcher(InfoWatcher):
         begun = {
             job: RunDir(run) for job, run in unfinished.items() if (run / "config.yaml").exists()
         }
-        found, _ = statuses(begun.values())
+        run_statuses, _ = statuses(begun.values())
         states = {
             job: STATES.get(status.state, "UNKNOWN")
-            for job, status in zip(begun, found, strict=True)
+            for job, status in zip(begun, run_statuses, strict=True)
         }
         for job in unfinished:
             state = states.get(job, "FAILED")
@@ -421,7 +421,7 @@ class OrchestratorJobEnvironment(SlurmJobEnvironment):
 
     @property
     def _saved(self) -> Path:
-        """A file that is there once rank 0 has saved what `checkpoint()` returned."""
+        """A file that exists once rank 0 has saved the result of `checkpoint()`."""
         attempt = os.environ.get("SLURM_RESTART_COUNT", "0")
         return self.paths.folder / f"{self.job_id}_saved_{attempt}"
 
@@ -480,8 +480,8 @@ def call(folder: Path, job_id: str | None) -> None:
     _consequence(paths).unlink(missing_ok=True)  # of the start before
     log = os.fdopen(os.dup(2), "w", buffering=1)  # the rank's own, of which a failure's cause comes
     log.write(f"output: {paths.stdout}, {paths.stderr}\n")
-    one = ONE_LOG in os.environ
-    for path, standard in ((paths.stdout, 1), (paths.stdout if one else paths.stderr, 2)):
+    is_single_log = ONE_LOG in os.environ
+    for path, standard in ((paths.stdout, 1), (paths.stdout if is_single_log else paths.stderr, 2)):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         os.dup2(descriptor, standard)
         os.close(descriptor)
@@ -597,7 +597,7 @@ def _of_run(run: Path) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run what one process of a job does; see `call`, `follow` and `queue`."""
+    """Run one process of a job; see `call`, `follow` and `queue`."""
     role, folder, *rest = arguments
     if role == "call":
         call(Path(folder), *(rest or [None]))

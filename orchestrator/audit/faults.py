@@ -1,4 +1,4 @@
-"""The known faults of gradient accumulation: what each means, what it does, what fixes it."""
+"""The known faults of gradient accumulation: the meaning, the effect and the fix of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verdicts of an audit: pure functions of what was observed.
+"""The verdicts of an audit: pure functions of the observations.
 
 For one update, rank r's micro-step k has the gradient G_rk (its own, before any reduction), and
 each of its n_rk samples or tokens has the weight w_rk in its loss. The gradient of one big batch is
@@ -169,7 +169,7 @@ class Judgement:
     Attributes:
         updates: for each update of each optimizer: micro-steps a rank, and the relative error and
             length of the applied gradient against the big batch's.
-        notes: what is no fault, and worth to know.
+        notes: facts worth knowing that are no faults.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -193,7 +193,7 @@ class Judgement:
 
 
 def read_trace(folder: Path, rank: int) -> Trace:
-    """Read what one rank has written. A line that a killed rank has not ended is left out."""
+    """Read the records of one rank. A line that a killed rank has not ended is left out."""
     trace = Trace()
     lines = (folder / f"rank-{rank:05d}.jsonl").read_text().splitlines()
     with (folder / f"rank-{rank:05d}.bin").open("rb") as data:
@@ -232,7 +232,7 @@ def read_trace(folder: Path, rank: int) -> Trace:
 
 def judge(traces: Sequence[Trace]) -> Judgement:
     """Judge a run by the traces of all its ranks."""
-    made = Judgement()
+    judgement = Judgement()
     keys = sorted({key for trace in traces for key in trace.windows})
     whole = [key for key in keys if all(key in trace.windows for trace in traces)]
     if len(whole) < len(keys):
@@ -240,7 +240,7 @@ def judge(traces: Sequence[Trace]) -> Judgement:
             f"ranks have made different numbers of updates: {len(whole)} are common to all, "
             f"{len(keys) - len(whole)} are not"
         )
-        made.say("synchrony", WRONG, text, "not-in-step")
+        judgement.say("synchrony", WRONG, text, "not-in-step")
     windows = {key: [trace.windows[key] for trace in traces] for key in whole}
     for rank in range(len(traces)):
         _separate_optimizers({key: ranks[rank] for key, ranks in windows.items()}, windows, rank)
@@ -254,7 +254,7 @@ def judge(traces: Sequence[Trace]) -> Judgement:
         if text := _merge_terms(own):
             ambiguous[optimizer] = text
     if discarded:
-        made.notes.append(
+        judgement.notes.append(
             f"the gradients of {discarded} micro-steps of rank 0 were cleared before they counted, "
             "as at the end of an epoch that leaves less than a window"
         )
@@ -273,22 +273,24 @@ def judge(traces: Sequence[Trace]) -> Judgement:
         updates: list[_Update] = []
         for (_, update), ranks in own.items():
             before = traces[0].windows.get((optimizer, update - 1))
-            one = _Update(made, ranks, before, update, usual, depth)
-            one.several = len(by_optimizer) > 1
-            one.data_at = data_at
-            one.free_terms = free
-            one.ambiguous = ambiguous.get(optimizer)
-            one.judge()
-            updates.append(one)
+            judged_update = _Update(judgement, ranks, before, update, usual, depth)
+            judged_update.several = len(by_optimizer) > 1
+            judged_update.data_at = data_at
+            judged_update.free_terms = free
+            judged_update.ambiguous = ambiguous.get(optimizer)
+            judged_update.judge()
+            updates.append(judged_update)
         judged.append(updates)
     for updates in judged:
-        _judge_lengths([one for one in updates if one.level is not None])
-        for one in updates:
-            one.judge_gradient()
+        _judge_lengths([update for update in updates if update.level is not None])
+        for judged_update in updates:
+            judged_update.judge_gradient()
     if schedule := _describe_schedule(every):
-        made.notes.append(schedule)
-    _judge_run(made, traces, [ranks for own in by_optimizer.values() for ranks in own.values()])
-    return made
+        judgement.notes.append(schedule)
+    _judge_run(
+        judgement, traces, [ranks for own in by_optimizer.values() for ranks in own.values()]
+    )
+    return judgement
 
 
 def _add_losses(losses: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -304,7 +306,7 @@ def _separate_optimizers(
     windows: dict[tuple[int, int], list[JudgedWindow]],
     rank: int,
 ) -> None:
-    """Leave out of each optimizer's window what belongs to another one's update: backward passes
+    """Leave out of each optimizer's window the parts of another one's update: backward passes
     that were applied there before this optimizer's gradients were cleared (as a generator's loss
     reaches the discriminator). Leave out what precedes a change of weights, too.
 
@@ -438,7 +440,7 @@ def _leave_out_discarded(windows: dict[tuple[int, int], list[JudgedWindow]]) -> 
         if not window.last_cleared
     )
     usual = max(whole, key=lambda count: (whole[count], count), default=0)
-    found: dict[tuple[int, int], list[JudgedWindow]] = {}
+    trimmed: dict[tuple[int, int], list[JudgedWindow]] = {}
     for key, ranks in windows.items():
         firsts = [window.last_cleared for window in ranks]
         kept = [window.since(first) for window, first in zip(ranks, firsts, strict=True)]
@@ -447,14 +449,15 @@ def _leave_out_discarded(windows: dict[tuple[int, int], list[JudgedWindow]]) -> 
         rows = np.concatenate([window.gradients for window in kept])
         applied = ranks[0].applied if ranks[0].before_clip is None else ranks[0].before_clip
         if rows.shape[1] < 2 * len(rows) or rows.shape[1] != len(applied):
-            continue
+            continue  # so few values would be explained by anything
+        # If the kept micro-steps explain the applied gradient, the others did not count.
         rest = applied - np.linalg.lstsq(rows.T, applied, rcond=1e-5)[0] @ rows
         if np.linalg.norm(rest) <= _tolerance_of(kept) * np.linalg.norm(applied):
-            found[key] = kept
-    if 2 * len(found) >= len(windows):
+            trimmed[key] = kept
+    if 2 * len(trimmed) >= len(windows):
         return 0
-    left_out = sum(windows[key][0].last_cleared for key in found)
-    windows.update(found)
+    left_out = sum(windows[key][0].last_cleared for key in trimmed)
+    windows.update(trimmed)
     return left_out
 
 
@@ -477,9 +480,9 @@ def _first_of_many(chains: Iterable[Sequence[dict[str, Any]]]) -> int:
     return min(depths, default=0)
 
 
-def _differing(one: dict[str, str], other: dict[str, str]) -> list[str]:
+def _differing(digests: dict[str, str], other: dict[str, str]) -> list[str]:
     """Return the names of tensors that two records hold differently."""
-    return [name for name, digest in one.items() if other.get(name, digest) != digest]
+    return [name for name, digest in digests.items() if other.get(name, digest) != digest]
 
 
 @dataclass(frozen=True)
@@ -501,14 +504,14 @@ class _Update:
 
     def __init__(
         self,
-        made: Judgement,
+        judgement: Judgement,
         windows: list[JudgedWindow],
         before: JudgedWindow | None,
         update: int,
         usual: int,
         depth: int,
     ) -> None:
-        self.made, self.windows = made, windows
+        self.judgement, self.windows = judgement, windows
         self.update, self.usual, self.depth = update, usual, depth
         # Without parameters that the optimizer got since then, it cannot have been carried over.
         self.carried = None
@@ -523,7 +526,7 @@ class _Update:
         self.free_terms: set[int] = set()  # of the loss, which no sample changes
         self.several = False  # there are other optimizers
         self.ambiguous: str | None = None  # why micro-steps may be terms of one loss
-        # No update of this optimizer adds up anything, so a loss that cannot be read is no matter.
+        # Nothing is accumulated, so the update is right whether or not its loss can be read.
         self.is_single = usual == 1 and self.size == 1
         self.name = ""  # how the applied gradient came about
         self.level: float | None = None  # the weight of a sample or token, if all have the same
@@ -539,7 +542,7 @@ class _Update:
     def say(self, row: str, state: str, text: str, fault: str | None = None) -> None:
         if self.ambiguous and state == WRONG and row in ("weights", "length"):
             state, text, fault = UNJUDGED, self.ambiguous, None
-        self.made.say(row, state, text, fault, self.update)
+        self.judgement.say(row, state, text, fault, self.update)
 
     def judge(self) -> None:
         self._judge_reductions()
@@ -560,7 +563,7 @@ class _Update:
                 self.say(row, UNJUDGED, str(self.why))
             return
         same = self._judge_synchrony()
-        found = self.average  # where the applied gradient cannot be explained
+        coefficients = self.average  # where the applied gradient cannot be explained
         reason = None
         if not whole:
             reason = "it was clipped before it was whole"
@@ -574,18 +577,18 @@ class _Update:
                 )
                 self.say("clearing", UNJUDGED, reason)
             else:
-                found, self.name = explained
+                coefficients, self.name = explained
                 self.applied = applied
-                self._judge_clearing(found)
+                self._judge_clearing(coefficients)
                 if self.name == "local" and not same:
-                    found = self.average
+                    coefficients = self.average
         self.is_single = self.is_single and reason is None and self.name == "average"
         if self.is_single:
             text = "one micro-step on one rank: the update is that of the script's own loss"
             self.say("weights", RIGHT, text)
             self.say("length", RIGHT, text)
             return
-        self.level = self._judge_weights(found)
+        self.level = self._judge_weights(coefficients)
         if reason:
             self.level, self.why = None, self.why or reason
         if self.level is None:
@@ -613,12 +616,12 @@ class _Update:
                     "a backward pass belongs to the updates of two optimizers, another to one of "
                     f"them only ({_where(window.lines[-1])})"
                 )
-            for one, other in pairwise(window.steps):
-                for name in _differing(one["state"], other["state"]):
+            for step, other in pairwise(window.steps):
+                for name in _differing(step["state"], other["state"]):
                     reasons.append(f"{name} changes within the window, and is not trained")
                 if other["moved"]:
                     reasons.append("weights change between micro-steps, before the update")
-                if one["other_updates"] != other["other_updates"]:
+                if step["other_updates"] != other["other_updates"]:
                     reasons.append(
                         "another optimizer steps within the window, so the micro-steps' gradients "
                         "belong to different weights"
@@ -804,6 +807,7 @@ class _Update:
         base = start @ matrix
         along = float(applied @ base) / max(float(base @ base), 1e-300)
         start = start * along if along > 0 else start
+        # Of length 1, so that least squares does not cut off micro-steps with small gradients.
         rows = matrix / np.maximum(norms, 1e-300)[:, None]
         system = rows
         if carried is not None and carried.any():
@@ -887,12 +891,12 @@ class _Update:
         return any(s["cleared"] for w in self.windows for s in w.steps[1:])
 
     def times(self) -> dict[str, float]:
-        """Return the length of the update divided by that of a mean, by what the mean may count."""
+        """Return the length of the update divided by that of a mean, for each unit of a mean."""
         level = self.level or 0.0
         is_mean = self._reductions()[0][0]["is_mean"]
         names = ("units",) if is_mean else ("units", "elements", "rows", "samples")
-        found = {name: level * float(np.concatenate(self._units(name)).sum()) for name in names}
-        return found if is_mean else {**found, "sum": level}
+        lengths = {name: level * float(np.concatenate(self._units(name)).sum()) for name in names}
+        return lengths if is_mean else {**lengths, "sum": level}
 
     def counts_first_labels(self, times: float) -> bool:
         """Return whether a loss is divided by one more a sample than its tokens."""
@@ -985,7 +989,7 @@ class _Update:
         norm = float(np.linalg.norm(true))
         error = off / norm if norm else (float("inf") if off else 0.0)
         length = float(self.applied[0] @ true) / norm**2 if norm else 1.0
-        self.made.updates.append(
+        self.judgement.updates.append(
             {
                 "update": self.update,
                 "micro_steps": self.counts,
@@ -997,7 +1001,7 @@ class _Update:
         if off > self.tolerance * max(scale, 1e-300):
             blamed = any(
                 f.update == self.update and f.state == WRONG and f.row in ESSENTIAL
-                for f in self.made.findings
+                for f in self.judgement.findings
             )
             state = WRONG if blamed else UNJUDGED
         self.say("gradient", state, f"relative error {error:.1e} against one big batch")
@@ -1029,10 +1033,10 @@ class _Update:
 
     def _gradient_bytes(self) -> Counter[int]:
         """Return the bytes that were reduced, by the backward pass in or after which they were."""
-        found: Counter[int] = Counter()
+        gradient_bytes: Counter[int] = Counter()
         for event in self._reducing():
-            found[event["backward"]] += event["bytes"]
-        return found
+            gradient_bytes[event["backward"]] += event["bytes"]
+        return gradient_bytes
 
     def _reducing(self) -> list[dict[str, Any]]:
         """Return the collectives that may reduce gradients: DDP's alone if they are whole. Those
@@ -1121,8 +1125,8 @@ class _Update:
         apart = all(f["used"] or f["lines"] not in lines for f in forwards)
         if dropped and is_waste and apart:
             note = "forward passes lead to no loss: waste, unless they are for something else"
-            if note not in self.made.notes:
-                self.made.notes.append(note)
+            if note not in self.judgement.notes:
+                self.judgement.notes.append(note)
         elif dropped:
             text = f"{self.dropped} forward passes of this window have no backward pass"
             # Where several passes count, a discarded one may have been rejected.
@@ -1171,33 +1175,37 @@ def _judge_lengths(updates: Sequence[_Update]) -> None:
     """
     if not updates:
         return
-    times = [one.times() for one in updates]
-    terms = min(one.alike_terms() for one in updates)
-    if any(terms in (max(one.counts), one.size, max(one.counts) * one.size) for one in updates):
+    times = [update.times() for update in updates]
+    terms = min(update.alike_terms() for update in updates)
+    if any(
+        terms in (max(update.counts), update.size, max(update.counts) * update.size)
+        for update in updates
+    ):
         terms = 1  # else a division too many would be taken for that of an average
     for counted in times[0]:
-        found = [each[counted] for each in times]
-        if all(min(abs(value - 1), abs(value * terms - 1)) <= EQUAL for value in found):
-            for one in updates:
-                one.total = 1 / (one.level or 1.0)
-                one.say("length", RIGHT, f"the update is that of {COUNTED[counted]}")
+        lengths = [each[counted] for each in times]
+        if all(min(abs(value - 1), abs(value * terms - 1)) <= EQUAL for value in lengths):
+            for update in updates:
+                update.total = 1 / (update.level or 1.0)
+                update.say("length", RIGHT, f"the update is that of {COUNTED[counted]}")
             return
     for counted in times[0]:
-        found = [each[counted] for each in times]
+        lengths = [each[counted] for each in times]
         if counted != "sum" and (counted == "units" or len(updates) > 2):
-            faults = _agreed_faults(updates, found)
+            faults = _agreed_faults(updates, lengths)
             if faults is None:
                 continue
-            for one, value, fault in zip(updates, found, faults, strict=True):
-                one.total = (value if fault else 1.0) / (one.level or 1.0)
+            for update, value, fault in zip(updates, lengths, faults, strict=True):
+                update.total = (value if fault else 1.0) / (update.level or 1.0)
                 factor = "" if abs(value - 1) <= EQUAL else f", times the loss's own {value:.4g}"
                 if fault:
-                    one.say("length", WRONG, f"the update is {value:.4g} times as long", fault)
+                    update.say("length", WRONG, f"the update is {value:.4g} times as long", fault)
                 else:
-                    one.say("length", RIGHT, f"the update is that of {COUNTED[counted]}{factor}")
+                    update.say("length", RIGHT, f"the update is that of {COUNTED[counted]}{factor}")
             return
     if all(
-        one.counts_first_labels(each["units"]) for one, each in zip(updates, times, strict=True)
+        update.counts_first_labels(each["units"])
+        for update, each in zip(updates, times, strict=True)
     ):
         shares = [each["units"] for each in times]
         if max(shares) - min(shares) <= EQUAL:
@@ -1205,10 +1213,10 @@ def _judge_lengths(updates: Sequence[_Update]) -> None:
                 "the loss is divided by all labels, each sentence's first included, which has no "
                 "loss; where lengths differ, so do the lengths of updates"
             )
-            updates[0].made.notes.append(note)
-            for one in updates:
-                one.total = 1 / (one.level or 1.0)
-                one.say("length", RIGHT, "the update is that of a mean over labels")
+            updates[0].judgement.notes.append(note)
+            for update in updates:
+                update.total = 1 / (update.level or 1.0)
+                update.say("length", RIGHT, "the update is that of a mean over labels")
             return
     _judge_divisors(updates, times)
 
@@ -1216,42 +1224,42 @@ def _judge_lengths(updates: Sequence[_Update]) -> None:
 def _agreed_faults(updates: Sequence[_Update], times: Sequence[float]) -> list[str] | None:
     """Return a fault for each update, "" for none; None where alike updates disagree."""
     groups: dict[tuple[int, ...], set[str | None]] = {}
-    for one, value in zip(updates, times, strict=True):
-        is_right = abs(value - 1) <= EQUAL or one.has_factor(value)
-        fault = "" if is_right else one.length_fault(value)
-        groups.setdefault(tuple(one.counts), set()).add(fault)
+    for update, value in zip(updates, times, strict=True):
+        is_right = abs(value - 1) <= EQUAL or update.has_factor(value)
+        fault = "" if is_right else update.length_fault(value)
+        groups.setdefault(tuple(update.counts), set()).add(fault)
     if any(len(faults) > 1 or None in faults for faults in groups.values()):
         return None
-    return [str(next(iter(groups[tuple(one.counts)]))) for one in updates]
+    return [str(next(iter(groups[tuple(update.counts)]))) for update in updates]
 
 
 def _judge_divisors(updates: Sequence[_Update], times: Sequence[dict[str, float]]) -> None:
     """Judge lengths that no known count explains: is the divisor at least proportional to one?"""
-    columns = [[found[counted] for found in times] for counted in times[0]]
+    columns = [[lengths[counted] for lengths in times] for counted in times[0]]
     varies = len(updates) > 2 and all(
         max(values) - min(values) > EQUAL * max(map(abs, values)) for values in columns
     )
     # A count of something else (objects, say) may be what the loss is meant to be divided by.
-    near = all(0.5 <= found["units"] <= 2 for found in times)
+    near = all(0.5 <= lengths["units"] <= 2 for lengths in times)
     # A factor of the loss's own that changes, such as a weight that is annealed, is no fault.
-    windows = [window for one in updates for window in one.windows]
+    windows = [window for update in updates for window in update.windows]
     factors = {json.dumps(step["loss"]["factors"]) for window in windows for step in window.steps}
-    for one, found in zip(updates, times, strict=True):
-        one.total = found["units"] / (one.level or 1.0)
+    for update, lengths in zip(updates, times, strict=True):
+        update.total = lengths["units"] / (update.level or 1.0)
         text = (
-            f"the update is divided by {1 / (one.level or 1.0):.6g}, where {one.total:.6g} samples "
-            "or tokens have a loss"
+            f"the update is divided by {1 / (update.level or 1.0):.6g}, where {update.total:.6g} "
+            "samples or tokens have a loss"
         )
         if varies and near and len(factors) == 1 and not any(each.dropped for each in updates):
-            one.say("length", WRONG, text, "varying-divisor")
+            update.say("length", WRONG, text, "varying-divisor")
         else:
-            one.say("length", UNJUDGED, text)
+            update.say("length", UNJUDGED, text)
 
 
 def _judge_run(
-    made: Judgement, traces: Sequence[Trace], updates: Sequence[list[JudgedWindow]]
+    judgement: Judgement, traces: Sequence[Trace], updates: Sequence[list[JudgedWindow]]
 ) -> None:
-    """Judge what belongs to the run as a whole: layers, and the environment.
+    """Judge the run as a whole: its layers and its environment.
 
     Args:
         updates: the windows of each update's ranks.
@@ -1261,28 +1269,30 @@ def _judge_run(
     several = steps > 1 or len(traces) > 1
     norms = layers.get("norms", [])
     if norms and several and not (steps == 1 and norms == ["SyncBatchNorm"]):
-        made.say("layers", WRONG, f"{', '.join(norms)} sees micro-batches", "batch-norm")
+        judgement.say("layers", WRONG, f"{', '.join(norms)} sees micro-batches", "batch-norm")
     random = [
         [f["random"] for w in t.windows.values() for f in w.record["forwards"]] for t in traces
     ]
     alike = bool(random[0]) and all(r == random[0] for r in random[1:])
     if layers.get("dropouts") and len(traces) > 1 and alike:
-        made.notes.append(
+        judgement.notes.append(
             "all ranks draw the same dropout masks, so their noise does not average out; "
             "torch.manual_seed(seed + rank) after the model is built makes them differ"
         )
-    _judge_epochs(made, [_rows_of_epochs(trace) for trace in traces])
+    _judge_epochs(judgement, [_rows_of_epochs(trace) for trace in traces])
     added_up = [ranks for ranks in updates if sum(len(window.steps) for window in ranks) > 1]
     if added_up:
-        _judge_samples(made, traces, added_up)
-    if not any(f.row == "layers" for f in made.findings):
-        made.say("layers", RIGHT, "no batch norm over micro-batches")
-    found = traces[0].end.get("environment", {})
-    made.say("environment", RIGHT, ", ".join(f"{name} {value}" for name, value in found.items()))
+        _judge_samples(judgement, traces, added_up)
+    if not any(f.row == "layers" for f in judgement.findings):
+        judgement.say("layers", RIGHT, "no batch norm over micro-batches")
+    environment = traces[0].end.get("environment", {})
+    judgement.say(
+        "environment", RIGHT, ", ".join(f"{name} {value}" for name, value in environment.items())
+    )
 
 
 def _judge_samples(
-    made: Judgement, traces: Sequence[Trace], updates: Sequence[list[JudgedWindow]]
+    judgement: Judgement, traces: Sequence[Trace], updates: Sequence[list[JudgedWindow]]
 ) -> None:
     """Judge whether samples influence one another, by the micro-steps that were replayed."""
     lines: list[dict[int, tuple[str, ...]]] = [{} for _ in traces]  # of each backward pass
@@ -1310,28 +1320,28 @@ def _judge_samples(
         for probe in of_rank
         if probe["untested"] is None
     }
-    named = any(f.fault == "batch-norm" for f in made.findings)
+    named = any(f.fault == "batch-norm" for f in judgement.findings)
     if mixed is not None:
         if (verdict := _own_sums(updates, probes)) is not None:
             state, sums = verdict
             # These rows took the elements of the loss for parts of single samples.
             rows = ("weights", "length", "gradient")
-            made.findings = [f for f in made.findings if f.row not in rows]
+            judgement.findings = [f for f in judgement.findings if f.row not in rows]
             text = ", ".join(f"{number:.6g}" for number in sums)
             text = f"micro-batches are divided by sums of their own ({text}): {mixed}"
-            made.say("weights", state, text, "mean-of-means" if state == WRONG else None)
+            judgement.say("weights", state, text, "mean-of-means" if state == WRONG else None)
         elif not named:  # else it is known why
-            made.say("weights", UNJUDGED, mixed)
+            judgement.say("weights", UNJUDGED, mixed)
     elif missing := {line for own in lines for line in own.values()} - reached:
         text = untested or "whether samples influence one another was not tested"
-        made.say(
+        judgement.say(
             "weights", UNJUDGED, text if len(missing) == 1 else f"{text} ({_where(min(missing))})"
         )
     elif any(probe["free"] for probe in tested) and not _first_term_is_mean(updates, tested):
         text = "a loss term does not depend on samples, so it counts once in each micro-step"
-        made.say("weights", UNJUDGED, text)
+        judgement.say("weights", UNJUDGED, text)
     elif changed := _changing_constant(updates, lines, probes):
-        made.say("weights", UNJUDGED, changed)
+        judgement.say("weights", UNJUDGED, changed)
 
 
 def _first_term_is_mean(
@@ -1388,7 +1398,7 @@ def _changing_constant(
     lines: Sequence[dict[int, tuple[str, ...]]],
     probes: Sequence[list[dict[str, Any]]],
 ) -> str | None:
-    """Return what the losses of a window depend on, besides data and weights, and not alike."""
+    """Return the values, besides data and weights, on which a window's losses depend unequally."""
     for ranks in updates:
         within: dict[tuple[str, ...], list[set[str]]] = {}
         for window, line, of_rank in zip(ranks, lines, probes, strict=True):
@@ -1428,7 +1438,7 @@ def _rows_of_epochs(trace: Trace) -> list[list[str]]:
     return [r for r, n, each in zip(rows, passes, epochs, strict=True) if n >= each["length"]]
 
 
-def _judge_epochs(made: Judgement, ranks: Sequence[list[list[str]]]) -> None:
+def _judge_epochs(judgement: Judgement, ranks: Sequence[list[list[str]]]) -> None:
     """Judge whether ranks share the samples of an epoch, where all have seen its end."""
     for epoch, rows in enumerate(zip(*ranks, strict=False)):
         counts = Counter(row for rank in rows for row in set(rank))
@@ -1440,7 +1450,7 @@ def _judge_epochs(made: Judgement, ranks: Sequence[list[list[str]]]) -> None:
         # Ranks that share few samples have those by which a sampler pads.
         if len(rows) > 1 and distinct_within and shared >= 0.5:
             text = f"in epoch {epoch} ranks go through the same {len(counts)} samples"
-            made.say("data", WRONG, text, "same-data")
+            judgement.say("data", WRONG, text, "same-data")
         elif computed > len(counts):
             text = f"epoch {epoch}: {computed} samples, {computed - len(counts)} of them repeated"
-            made.say("data", RIGHT, text)
+            judgement.say("data", RIGHT, text)

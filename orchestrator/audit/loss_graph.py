@@ -119,7 +119,7 @@ class LossGraph:
         return [self.node, *(term.node for term in self.others)]
 
     def to_json(self) -> dict[str, Any]:
-        """Return what is known, with the divisors of averages: those by as many as the terms that
+        """Return the known facts, with the divisors of averages: those by as many as the terms that
         they divide.
         """
         counts = Counter(id(d) for term in (self, *self.others) for d in term.divisors)
@@ -147,7 +147,7 @@ def is_compiled(roots: Sequence[Tensor]) -> bool:
         node = queue.pop()
         if "Compiled" in node.name():
             return True
-        queue += [one for one in _inputs(node) if one not in seen]
+        queue += [input_node for input_node in _inputs(node) if input_node not in seen]
         seen.update(_inputs(node))
     return False
 
@@ -177,10 +177,10 @@ def _follow(loss: LossGraph, edge: Any) -> None:
 
 
 def _descend(loss: LossGraph, node: Any, output: int) -> Any:
-    """Add one node to what is known of a loss; return the edge to follow, None at the end."""
-    found = _reduction(node)
-    if found is not None:
-        return _reduce(loss, node, found)
+    """Add one node to the known part of a loss; return the edge to follow, None at the end."""
+    reduction = _reduction(node)
+    if reduction is not None:
+        return _reduce(loss, node, reduction)
     if node.name() not in LINEAR:
         if not loss.reductions:
             function = node.name().removesuffix("Backward0")
@@ -228,20 +228,20 @@ def _branch(loss: LossGraph, edges: Sequence[Any]) -> Any:
     return edges[0]
 
 
-def _reduce(loss: LossGraph, node: Any, found: Reduction) -> Any:
+def _reduce(loss: LossGraph, node: Any, reduction: Reduction) -> Any:
     """Add a reduction; return the edge below it where it reduces a single element."""
 
     def arrived(gradients: tuple[Tensor, ...]) -> None:
-        found.gradient = float(gradients[0].detach().double().sum())
+        reduction.gradient = float(gradients[0].detach().double().sum())
 
     node.register_prehook(arrived)
-    loss.reductions.append(found)
+    loss.reductions.append(reduction)
     below = node.next_functions[0]
     if below[0] is not None and below[0].name() in STACKS and len(below[0].next_functions) > 1:
         loss.reason = SEVERAL
         return None
     loss.node = node
-    return below if found.elements == 1 and found.name in MEANS | SUMS else None
+    return below if reduction.elements == 1 and reduction.name in MEANS | SUMS else None
 
 
 def _reduction(node: Any) -> Reduction | None:
@@ -271,7 +271,7 @@ def _units(node: Any, elements: float) -> float:
 
 
 def _inputs(node: Any) -> list[Any]:
-    """Return the nodes that compute what `node` takes."""
+    """Return the nodes that compute the inputs of `node`."""
     return [edge[0] for edge in node.next_functions if edge[0] is not None]
 
 
@@ -311,14 +311,14 @@ def _smoothed_cross_entropy(node: Any) -> tuple[Any, Reduction] | None:
     main, smooth = (_below(edge[0]) for edge in node.next_functions)
     if main is None or smooth is None or main.name() not in NLL:
         return None
-    found = _reduction(main)
-    if found is None or smooth.name() not in MEANS | SUMS:
+    reduction = _reduction(main)
+    if reduction is None or smooth.name() not in MEANS | SUMS:
         return None
     scores = main.next_functions[0][0]
     for _ in range(6):  # the mean's input may be reshaped on the way to the scores
         if smooth is not None and smooth is not scores:
             smooth = _input(smooth)
-    return (main, found) if smooth is scores else None
+    return (main, reduction) if smooth is scores else None
 
 
 def _below(node: Any) -> Any:

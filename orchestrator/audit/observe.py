@@ -164,7 +164,7 @@ class Observer:
         self.begin(folder, updates)
 
     def begin(self, folder: Path, updates: int | None) -> None:
-        """Observe what follows as a run of its own."""
+        """Observe the following micro-steps as a run of its own."""
         self.folder, self.updates = folder, updates
         self.optimizers: dict[int, TrackedOptimizer] = {}
         self.of_parameter: dict[int, list[tuple[TrackedOptimizer, int]]] = {}
@@ -174,7 +174,7 @@ class Observer:
         self.lines_of_backward: tuple[str, ...] = ()
         self.probes: dict[tuple[str, ...], list[Probe]] = {}  # by the lines of backward passes
         self.modules: dict[int, nn.Module] = {}  # outermost ones that were called
-        self.state: dict[str, str] = {}  # digests of what they hold besides trained weights
+        self.state: dict[str, str] = {}  # digests of their tensors but the trained weights
         self.events = 0  # clippings and collectives so far
         self.own_clip: float | None = None  # the factor of the accumulator's clip_norm
         self.wrapped: list[Any] = []  # models of DDP
@@ -195,7 +195,7 @@ class Observer:
         return not self.ended and os.getpid() == self.pid
 
     def find(self, optimizer: Any) -> TrackedOptimizer | None:
-        """Return what is known of an optimizer, or of the one that it wraps."""
+        """Return the record of an optimizer, or of the one that it wraps."""
         inner = getattr(optimizer, "optimizer", None)
         return self.optimizers.get(id(optimizer)) or self.optimizers.get(id(inner))
 
@@ -228,8 +228,8 @@ class Observer:
         self._read_first(tracked, number)
 
     def _read_first(self, tracked: TrackedOptimizer, number: int) -> None:
-        """Put the observer's hook before the script's: a micro-step's gradient is what the loss
-        gives, and what a hook makes of it (a division, say) is a part of the update.
+        """Put the observer's hook before the script's: a micro-step's gradient is the
+        loss's own, and a hook's change to it (a division, say) is a part of the update.
         """
         hooks: Any = tracked.parameters[number]._backward_hooks  # noqa: SLF001
         own = tracked.hooked[number]
@@ -245,7 +245,7 @@ class Observer:
         window = tracked.window
         if tracked.backward != self.backwards:  # a micro-step begins
             tracked.backward = self.backwards
-            held = tracked.parameters[number].grad
+            accumulated = tracked.parameters[number].grad
             weights = tracked.sample(tracked.parameters)
             moved = window.weights is not None and not np.array_equal(
                 weights, window.weights, equal_nan=True
@@ -255,7 +255,7 @@ class Observer:
                 {
                     "backward": self.backwards,
                     "lines": list(self.lines_of_backward),
-                    "cleared": held is None or not bool(held.detach().any()),
+                    "cleared": accumulated is None or not bool(accumulated.detach().any()),
                     "moved": moved,
                     "lr": [float(group["lr"]) for group in tracked.optimizer.param_groups],
                     "loss": self.loss,
@@ -352,7 +352,7 @@ class Observer:
 
     def _digest_state(self) -> dict[str, str]:
         """Return digests of frozen weights, buffers, and weights of other models."""
-        found: dict[str, str] = {}
+        digests: dict[str, str] = {}
         for number, module in enumerate(self.modules.values()):
             norms = {
                 id(b) for m in module.modules() if isinstance(m, BATCH_NORMS) for b in m.buffers()
@@ -366,8 +366,8 @@ class Observer:
                     values = tensor.detach().reshape(-1)
                     values = values[:: max(1, len(values) // MOST_STATE_VALUES)].double().cpu()
                     digest = hashlib.blake2b(values.numpy().tobytes(), digest_size=8)
-                    found[f"{type(module).__name__} {number}: {name}"] = digest.hexdigest()
-        return found
+                    digests[f"{type(module).__name__} {number}: {name}"] = digest.hexdigest()
+        return digests
 
     # ------------------------------------------------------------------
     # Updates.
@@ -380,7 +380,7 @@ class Observer:
             del self.stepping[self.stepping.index(tracked) :]
         own = set(map(id, tracked.parameters))
         # A sharded optimizer, as `ZeroRedundancyOptimizer`, is judged as a whole.
-        tracked.is_part = any(own < set(map(id, one.parameters)) for one in self.stepping)
+        tracked.is_part = any(own < set(map(id, outer.parameters)) for outer in self.stepping)
         self.stepping.append(tracked)
         if tracked.is_part:
             return None
@@ -393,7 +393,7 @@ class Observer:
         def watched() -> Any:
             if tracked.closure_calls:  # each gradient that the optimizer asks for is judged
                 self._end_window(tracked)
-            self.recorder.clear()  # what the optimizer computed is no part of a micro-step
+            self.recorder.clear()  # the optimizer's operations are no part of a micro-step
             result = closure()
             tracked.closure_calls += 1
             self._sample_applied(tracked)
@@ -410,8 +410,8 @@ class Observer:
                 _note(tracked.window.reasons, "a parameter was unfrozen in this window")
         if self.in_backward:
             _note(tracked.window.reasons, "the optimizer steps within backward")
-        held = {id(p) for group in tracked.optimizer.param_groups for p in group["params"]}
-        if tracked.reason is None and not held.issuperset(map(id, tracked.parameters)):
+        ids = {id(p) for group in tracked.optimizer.param_groups for p in group["params"]}
+        if tracked.reason is None and not ids.issuperset(map(id, tracked.parameters)):
             tracked.reason = "the optimizer's parameters were replaced after it was made"
         if tracked.reason is not None:
             _note(tracked.window.reasons, tracked.reason)
@@ -436,7 +436,7 @@ class Observer:
             tracked.window = ObservedWindow()
             return
         self._end_window(tracked)
-        stepped = [one.updates for one in self.optimizers.values() if one.updates]
+        stepped = [entry.updates for entry in self.optimizers.values() if entry.updates]
         wanted = self.updates or UPDATES_BY_DEFAULT
         if self.ends_process and (min(stepped) >= wanted or max(stepped) > wanted):
             self.finish("as many updates as were asked for")
@@ -499,12 +499,12 @@ class Observer:
 
     def clip(self, parameters: Any, *limit: Any, **named: Any) -> None:
         limits = (*limit, named.get("max_norm"), named.get("clip_value"))
-        given_limit = next((one for one in limits if one is not None), None)
+        given_limit = next((value for value in limits if value is not None), None)
         # Without a limit it only computes the norm.
         if not self.is_active or given_limit is None or float(given_limit) == float("inf"):
             return
-        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        for tracked in {s for p in given for s, _ in self.of_parameter.get(id(p), [])}:
+        clipped_parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        for tracked in {s for p in clipped_parameters for s, _ in self.of_parameter.get(id(p), [])}:
             window, after = tracked.window, len(tracked.window.micro_steps)
             # Parts of a gradient may be clipped one by one: before the first it is whole.
             if not window.clips or window.clips[-1]["after"] != after:
@@ -582,15 +582,15 @@ class Observer:
             self.layers["norms"].add(type(module).__name__)
         if isinstance(module, DROPOUTS) and module.p > 0:
             self.layers["dropouts"] += 1
-        found = [t for t in _tensors([output]) if t.requires_grad]
+        tensors = [t for t in _tensors([output]) if t.requires_grad]
         if self.depth == 0 and self.forwards and next(module.parameters(), None) is not None:
             forward = self.forwards[-1]
-            if not found:  # as without gradients, it is for something else
+            if not tensors:  # as without gradients, it is for something else
                 forward["frozen"] = True
             if self.recorder.records:
                 with self.recorder.paused():
-                    self.outputs.append((forward, [tensor.detach() for tensor in found]))
-            for tensor in found:
+                    self.outputs.append((forward, [tensor.detach() for tensor in tensors]))
+            for tensor in tensors:
                 if not tensor.is_leaf:
                     tensor.register_hook(lambda _, forward=forward: self._use(forward))
 
@@ -660,16 +660,16 @@ def _note(reasons: list[str], reason: str) -> None:
 
 def _horizons(scheduler: Any) -> set[str]:
     """Return the lengths that a schedule was given, and whether it is a function of the user's."""
-    found = {
+    horizons = {
         f"{name}={getattr(scheduler, name)}"
         for name in HORIZONS
         if isinstance(getattr(scheduler, name, None), int)
     }
     if milestones := getattr(scheduler, "milestones", None):
-        found.add(f"milestones={sorted(milestones)}")
+        horizons.add(f"milestones={sorted(milestones)}")
     if hasattr(scheduler, "lr_lambdas") or hasattr(scheduler, "lr_lambda"):
-        found.add("its function")
-    return found
+        horizons.add("its function")
+    return horizons
 
 
 def _is_transformed() -> bool:

@@ -95,7 +95,7 @@ class CopyOnWrite:
     def own(
         self, path: Any, *, itself: bool = True, emptied: bool = False, writes: bool = False
     ) -> None:
-        """Replace the links on the way to a path, and `itself`, by what they name.
+        """Replace the links on the way to a path, and `itself`, by copies (`_replace`).
 
         Args:
             emptied: what the file holds is not needed.
@@ -111,7 +111,7 @@ class CopyOnWrite:
             places.append(place)
         if not itself:
             places.pop()
-        places = [one for one in places if self._root in one.parents]
+        places = [entry for entry in places if self._root in entry.parents]
         if not any(map(Path.is_symlink, places)):
             return
         self._thread.replaces = True

@@ -181,7 +181,7 @@ class Recorder(TorchDispatchMode):
         self.clear()
 
     def clear(self) -> None:
-        """Forget what was recorded."""
+        """Drop the recorded operations."""
         self.operations: list[Operation] = []
         self.failure: str | None = None
         self.escapes: list[tuple[int, Tensor, str]] = []
@@ -200,7 +200,7 @@ class Recorder(TorchDispatchMode):
             setattr(Tensor, name, self._noting(name))  # not operations, so no mode sees them
 
     def stop(self) -> None:
-        """Record no more."""
+        """Stop recording."""
         if self.records and _modes()[-1:] == [self]:
             self.__exit__(None, None, None)
             self.records = False
@@ -209,7 +209,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Leave out what the observer itself computes."""
+        """Leave out the observer's own operations."""
         is_paused, self.is_paused = self.is_paused, True
         try:
             yield
@@ -330,7 +330,7 @@ class Replay:
         self.free: set[int] = set()  # terms that no sample has changed
         self.state = state
         self.produced: set[int] = set()
-        for op in self.operations:  # an operation in place returns what it was given
+        for op in self.operations:  # an operation in place returns its argument
             self.produced |= {id(t) for t in op.outputs} - {id(t) for t in op.inputs}
         self.data = self._find_data()
         self.rows = rows if rows is not None else self.usual_rows()
@@ -345,13 +345,13 @@ class Replay:
         ]
 
     # ------------------------------------------------------------------
-    # What is data, and what depends on them.
+    # Data, and the values that depend on them.
 
     def _is_outside(self, tensor: Tensor) -> bool:
         return id(tensor) not in self.produced
 
     def _find_data(self) -> dict[int, Tensor]:
-        """Return tensors from outside, random ones, and what only selects and arranges them."""
+        """Return tensors from outside, random ones, and selections and arrangements of these."""
         data: dict[int, Tensor] = {}
         for op in (*self.operations, self.reduction):
             for t in op.inputs:
@@ -419,7 +419,7 @@ class Replay:
         return None if any(_storage(t) in reached for t in left) else False
 
     def constants(self) -> list[str]:
-        """Return what elements depend on besides data, weights and what is computed from them."""
+        """Return the values that elements depend on besides data, weights and their results."""
         texts: set[str] = set()
         for op in (*self.steps, *self.reductions):
             for t in op.inputs:
@@ -427,7 +427,7 @@ class Replay:
                 if own or not self._is_outside(t) or not t.is_floating_point():
                     continue
                 if id(t) in self.data and op.name in SELECTIONS:
-                    continue  # a part of it is chosen, and is what counts
+                    continue  # only the chosen part of it counts
                 values = t.detach().reshape(-1)[:: max(1, t.numel() // 4096)].double()
                 digest = hash(tuple(values.tolist())) & 0xFFFFFFFF
                 texts.add(f"a tensor {list(t.shape)} in {op}#{digest:08x}")
@@ -569,15 +569,15 @@ class Replay:
         return before[1].clone()
 
 
-def _differs(one: Tensor, other: Tensor) -> Tensor:
+def _differs(tensor: Tensor, other: Tensor) -> Tensor:
     """Return where two tensors differ by more than rounding."""
-    if not one.is_floating_point():
-        return one != other
-    one, other = one.detach().double(), other.detach().double()
-    finite = one[one.isfinite()].abs()
+    if not tensor.is_floating_point():
+        return tensor != other
+    tensor, other = tensor.detach().double(), other.detach().double()
+    finite = tensor[tensor.isfinite()].abs()
     largest = float(finite.max()) if finite.numel() else 0.0
-    near = (one - other).abs() <= SAME * largest
-    return ~(near | (one == other) | (one.isnan() & other.isnan()))
+    near = (tensor - other).abs() <= SAME * largest
+    return ~(near | (tensor == other) | (tensor.isnan() & other.isnan()))
 
 
 @contextmanager
@@ -622,9 +622,9 @@ def _mixed(replay: Replay, count: int, divisor: Tensor | None = None) -> str | N
     for sample in chosen:
         rows = list(range(count))
         rows[sample] = (sample + 1) % count
-        one, _ = replay.run(rows, divisor=divisor)
+        swapped, _ = replay.run(rows, divisor=divisor)
         alone, culprit = replay.run([sample] * count, kept=sample, divisor=divisor)
-        results = zip(replay.terms, same, owners, one, alone, strict=divisor is None)
+        results = zip(replay.terms, same, owners, swapped, alone, strict=divisor is None)
         for term, end, owner, a, b in results:
             if a.shape != end.shape or b.shape != end.shape:
                 raise UntestableError(
@@ -655,15 +655,15 @@ def own_sum(replay: Replay) -> float | None:
             return None
 
 
-def _shape_or_values_differ(one: Tensor, other: Tensor) -> bool:
-    return one.shape != other.shape or bool(_differs(one, other).any())
+def _shape_or_values_differ(tensor: Tensor, other: Tensor) -> bool:
+    return tensor.shape != other.shape or bool(_differs(tensor, other).any())
 
 
 def find_reductions(recorder: Recorder, nodes: Sequence[Any]) -> list[Operation] | None:
     """Return the operations that made nodes of the autograd graph; None if one is not recorded."""
-    made: dict[Any, Operation] = {}
+    by_node: dict[Any, Operation] = {}
     for op in recorder.operations:
-        made.update((t.grad_fn, op) for t in op.outputs if t.grad_fn is not None)
-    operations = [made.get(node) for node in nodes]
+        by_node.update((t.grad_fn, op) for t in op.outputs if t.grad_fn is not None)
+    operations = [by_node.get(node) for node in nodes]
     known = [op for op in operations if op is not None]
     return known if len(known) == len(nodes) else None

@@ -60,7 +60,7 @@ from orchestrator.rundir.outcome import describe_culprit
 from orchestrator.units import plural, spans
 
 OBSERVER = "orchestrator.audit"
-STEPS = (1, 3)  # what --steps is filled with: three is likely to leave a ragged last window
+STEPS = (1, 3)  # in the place of {steps}: three is likely to leave a ragged last window
 JOB_UPDATES = 8
 DEFAULTS = ("cluster.nodes=1", "cluster.ranks_per_node=2")
 OURS = ("run.snapshot=false", "run.watch=true", "tracker=none", "run.max_restarts=0")
@@ -98,17 +98,17 @@ class Audit:
         return SLOW if any(f.state == SLOW for f in self.judgement.findings) else RIGHT
 
     def to_json(self) -> dict[str, Any]:
-        made = self.judgement
+        judgement = self.judgement
         return {
             "ranks": self.ranks,
             "steps": self.steps,
             "state": self.state,
             "reason": self.reason,
             "notes": self.notes,
-            "faults": made.faults if made else [],
-            "rows": {row: made.state(row) for row in ROWS} if made else {},
-            "findings": [asdict(f) for f in made.findings] if made else [],
-            "updates": made.updates if made else [],
+            "faults": judgement.faults if judgement else [],
+            "rows": {row: judgement.state(row) for row in ROWS} if judgement else {},
+            "findings": [asdict(f) for f in judgement.findings] if judgement else [],
+            "updates": judgement.updates if judgement else [],
         }
 
 
@@ -148,14 +148,14 @@ def audit(
     for number in STEPS if steps else (None,):
         added = [word.replace("{steps}", str(number)) for word in words]
         with tempfile.TemporaryDirectory(prefix="audit-", ignore_cleanup_errors=True) as folder:
-            made, code = _run(
+            result, code = _run(
                 overrides, program, added, updates, Path(folder), output, fake=fake_cuda
             )
-        made.steps = number
-        done.append(made)
+        result.steps = number
+        done.append(result)
         if code in (EXIT_STOPPED, EXIT_INTERRUPTED):
             return done, EXIT_INTERRUPTED
-    states = {made.state for made in done}
+    states = {result.state for result in done}
     if WRONG in states or (strict and SLOW in states):
         return done, EXIT_FAILED
     return done, EXIT_UNJUDGED if UNJUDGED in states else EXIT_FINISHED
@@ -171,15 +171,15 @@ def _run(
     *,
     fake: bool,
 ) -> tuple[Audit, int]:
-    given = {key_of(one) for one in overrides}
-    line = [one for one in DEFAULTS if key_of(one) not in given]
+    keys = {key_of(override) for override in overrides}
+    line = [default for default in DEFAULTS if key_of(default) not in keys]
     line += [*overrides, *OURS, f"run.dir={literally(str(folder / 'run'))}"]
     if program:
         argv = _observed([*program, *added], Path.cwd())
         line += program_overrides(argv, before=line)
     else:
         line += added
-        if not given & {*LENGTHS}:
+        if not keys & {*LENGTHS}:
             line += [f"train.updates={updates or JOB_UPDATES}", "train.samples=null"]
     config = compose(line)
     if config.cluster.kind != "local":
@@ -199,7 +199,7 @@ def _run(
     os.environ |= {FOLDER: str(traces_in), UPDATES: "" if updates is None else str(updates)}
     if fake:
         os.environ[FAKE_CUDA] = "1"
-    # What a run says at its end names its folder, which is deleted.
+    # The run's last messages name its folder, which is deleted, so they are not shown.
     console = output.console if output.verbose else Console(file=io.StringIO())
     with (
         _inside(folder),
@@ -208,10 +208,10 @@ def _run(
         code = start_run(ready)
         culprit = (ready.run.read_result() or {}).get("culprit")
         log = tail(ready.run.rank_log(0))
-    made = Audit(plan.ranks)
-    stated = not program or bool(given & {key_of(one) for one in DEFAULTS})
-    _judge(made, traces_in, code, culprit, log, stated_ranks=stated)
-    return made, code
+    result = Audit(plan.ranks)
+    stated_ranks = not program or bool(keys & {key_of(default) for default in DEFAULTS})
+    _judge(result, traces_in, code, culprit, log, stated_ranks=stated_ranks)
+    return result, code
 
 
 def _observed(program: Sequence[str], here: Path) -> list[str]:
@@ -232,7 +232,7 @@ def _observed(program: Sequence[str], here: Path) -> list[str]:
 
 
 def _judge(
-    made: Audit,
+    result: Audit,
     traces_in: Path,
     code: int,
     culprit: Mapping[str, Any] | None,
@@ -240,7 +240,7 @@ def _judge(
     *,
     stated_ranks: bool,
 ) -> None:
-    """Judge what the ranks have written, or say why nothing can be judged.
+    """Judge the records of the ranks, or say why they cannot be judged.
 
     Args:
         log: the end of rank 0's, where the script may say why it made no update.
@@ -251,33 +251,33 @@ def _judge(
         failed = "interrupted"
     elif code:
         failed = describe_culprit(culprit) if culprit else "the script failed"
-        made.log = list(culprit["log_tail"]) if culprit else []
-    files = [traces_in / f"rank-{rank:05d}.jsonl" for rank in range(made.ranks)]
+        result.log = list(culprit["log_tail"]) if culprit else []
+    files = [traces_in / f"rank-{rank:05d}.jsonl" for rank in range(result.ranks)]
     if not all(file.exists() for file in files):
-        made.reason = failed or "the script did not start on all ranks"
+        result.reason = failed or "the script did not start on all ranks"
         return
-    traces = [read_trace(traces_in, rank) for rank in range(made.ranks)]
+    traces = [read_trace(traces_in, rank) for rank in range(result.ranks)]
     ends = [str(trace.end.get("end")) for trace in traces]
     if refused := next((end for end in ends if end.startswith(OWN_RANKS)), None):
-        made.reason = refused
+        result.reason = refused
         return
     if not any(trace.windows for trace in traces):
         backwards = max(int(trace.end.get("backwards", 0)) for trace in traces)
         text = f"the script made {backwards} backward passes, and no update by an optimizer"
         if started := max(int(trace.end.get("processes", 0)) for trace in traces):
             text += f"; it started processes of its own ({started}), which are not observed"
-        made.reason = failed or text
-        made.log = made.log or list(log)
-        names_gpus = any(name in line.lower() for line in made.log for name in ("cuda", "gpu"))
+        result.reason = failed or text
+        result.log = result.log or list(log)
+        names_gpus = any(name in line.lower() for line in result.log for name in ("cuda", "gpu"))
         if names_gpus and not os.environ.get(FAKE_CUDA):
-            made.reason += "; --fake-cuda lets scripts for GPUs run on CPUs"
+            result.reason += "; --fake-cuda lets scripts for GPUs run on CPUs"
         return
     grouped = any(w.record["grouped"] for trace in traces for w in trace.windows.values())
-    if made.ranks > 1 and not stated_ranks and not grouped:
-        made.notes.append("the script does not use torch.distributed: judged as one process")
-        traces, made.ranks = traces[:1], 1
-    made.judgement = judge(traces)
-    made.notes += [*made.judgement.notes, *_notes(traces, failed)]
+    if result.ranks > 1 and not stated_ranks and not grouped:
+        result.notes.append("the script does not use torch.distributed: judged as one process")
+        traces, result.ranks = traces[:1], 1
+    result.judgement = judge(traces)
+    result.notes += [*result.judgement.notes, *_notes(traces, failed)]
 
 
 def _notes(traces: Sequence[Trace], failed: str | None) -> list[str]:
@@ -319,22 +319,22 @@ def _inside(folder: Path) -> Generator[None]:
 # ----------------------------------------------------------------------
 
 
-def print_audit(made: Audit, console: Console) -> None:
-    """Print the verdicts as a table, the worst first, and what would fix what is wrong."""
-    if made.steps is not None:
-        say(console, f"with {made.steps} micro-steps:", "bold")
-    found = made.judgement
-    for line in made.log:
+def print_audit(result: Audit, console: Console) -> None:
+    """Print the verdicts as a table, the worst first, and the fixes of the faults."""
+    if result.steps is not None:
+        say(console, f"with {result.steps} micro-steps:", "bold")
+    judgement = result.judgement
+    for line in result.log:
         say(console, f"  {line}", "dim")
-    if found is None:
-        say(console, f"not judged: {made.reason}", "yellow", prose=True)
+    if judgement is None:
+        say(console, f"not judged: {result.reason}", "yellow", prose=True)
         return
     table = new_table(("", "verdict", "what was seen", "updates"), ())
     order = {state: n for n, state in enumerate((WRONG, UNJUDGED, SLOW, RIGHT))}
-    for row in sorted(ROWS, key=lambda row: (order[found.state(row)], ROWS.index(row))):
-        state = found.state(row)
-        here = [f for f in found.findings if f.row == row and f.state == state]
-        here.sort(key=lambda f: f.update is not None)  # what holds for the whole run comes first
+    for row in sorted(ROWS, key=lambda row: (order[judgement.state(row)], ROWS.index(row))):
+        state = judgement.state(row)
+        here = [f for f in judgement.findings if f.row == row and f.state == state]
+        here.sort(key=lambda f: f.update is not None)  # those of the whole run come first
         texts = [f.text for f in here if f.text]
         updates = sorted({f.update for f in here if f.update is not None})
         text = texts[0] if texts else ""
@@ -345,29 +345,29 @@ def print_audit(made: Audit, console: Console) -> None:
             ", ".join(spans(updates)),
         )
     console.print(table)
-    for fault in found.faults:
+    for fault in judgement.faults:
         known = FAULTS[fault]
         say(console, f"\n{fault}: {known.about}", "bold")
         say(console, known.effect, prose=True)
         for line in known.fix:
             say(console, f"    {line}", "dim")
-    for note in made.notes:
+    for note in result.notes:
         say(console, f"note: {note}", "yellow", prose=True)
-    say(console, _summary(made, found), STYLES[made.state], prose=True)
+    say(console, _summary(result, judgement), STYLES[result.state], prose=True)
 
 
-def _summary(made: Audit, found: Judgement) -> str:
-    updates = len({f.update for f in found.findings if f.update is not None})
-    errors = [u["relative_error"] for u in found.updates]
-    of = f"{plural(updates, 'update')} on {plural(made.ranks, 'rank')}"
-    if made.state == WRONG:
-        off = found.state("gradient") != RIGHT and errors
+def _summary(result: Audit, judgement: Judgement) -> str:
+    updates = len({f.update for f in judgement.findings if f.update is not None})
+    errors = [u["relative_error"] for u in judgement.updates]
+    of = f"{plural(updates, 'update')} on {plural(result.ranks, 'rank')}"
+    if result.state == WRONG:
+        off = judgement.state("gradient") != RIGHT and errors
         largest = f"; its gradient is off by up to {max(errors):.2g}" if off else ""
-        wrong = {f.fault: None for f in found.findings if f.state == WRONG and f.fault}
+        wrong = {f.fault: None for f in judgement.findings if f.state == WRONG and f.fault}
         return f"wrong: {', '.join(wrong)} ({of}{largest})"
-    if made.state == UNJUDGED:
+    if result.state == UNJUDGED:
         return f"not judged: {of}"
     text = f"{of}, each that of one big batch (tested; relative error at most {max(errors):.1e})"
-    if made.state == SLOW:
-        return f"slow: {', '.join(found.faults)}; the updates are right: {text}"
+    if result.state == SLOW:
+        return f"slow: {', '.join(judgement.faults)}; the updates are right: {text}"
     return f"right: {text}"

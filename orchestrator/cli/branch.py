@@ -30,13 +30,13 @@ def branch_of(config: Config) -> Branch | None:
     Raises:
         ConfigError: there is none, or no place in its data is known.
     """
-    stated = config.train.initial_state
-    if stated is None:
+    reference = config.train.initial_state
+    if reference is None:
         return None
     try:
-        return _branch(*split_reference(stated))
+        return _branch(*split_reference(reference))
     except UsageError as error:
-        raise ConfigError(f"{INITIAL_STATE}={stated}: {error}") from error
+        raise ConfigError(f"{INITIAL_STATE}={reference}: {error}") from error
 
 
 def _branch(folder: str, which: int | Literal["best"] | None) -> Branch:
@@ -46,10 +46,10 @@ def _branch(folder: str, which: int | Literal["best"] | None) -> Branch:
         raise RunFolderError("that run is of a program, whose checkpoints are its own")
     if which is None:
         # The files are checked when they are copied.
-        found, _ = newest(run.checkpoints, run.identity, contents=False)
-        if found is None:
+        checkpoint, _ = newest(run.checkpoints, run.identity, contents=False)
+        if checkpoint is None:
             raise RunFolderError("that run has no checkpoint yet")
-        updates = found.updates
+        updates = checkpoint.updates
     else:
         updates = updates_after(kept_checkpoint(run, which))
     kept_plan = run.read_plan()
@@ -71,7 +71,7 @@ def _branch(folder: str, which: int | Literal["best"] | None) -> Branch:
 
 
 def keep_initial_state(branch: Branch | None, run: RunDir) -> dict[str, Any]:
-    """Copy the checkpoint into the new run's folder, so that the run is whole without the other.
+    """Copy the checkpoint into the new run's folder, so that it does not need the other run.
 
     Returns:
         For submission.json: the copy's digest, the other run's identity and its optimizer; nothing

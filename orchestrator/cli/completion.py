@@ -48,8 +48,8 @@ def complete_override(args: Sequence[str], incomplete: str) -> list[str]:
         return _beginning(_values(key, _config_dir(args)), incomplete)
     key, equals, value = incomplete.partition("=")
     if equals:
-        found = _beginning(_values(key, _config_dir(args)), value)
-        return [f"{key}={word}" for word in found]
+        words = _beginning(_values(key, _config_dir(args)), value)
+        return [f"{key}={word}" for word in words]
     prefix = key[: len(key) - len(key.lstrip("+"))]
     keys = _beginning(_keys(_config_dir(args)), key.lstrip("+"))
     if len(keys) != 1:
@@ -83,7 +83,7 @@ def _config_dir(args: Sequence[str]) -> str | None:
     >>> _config_dir(["launch", "--config-dir", "=", "/", "job"])  # as bash splits it
     '/'
     """
-    # The shell has not expanded ~ yet, and there is nobody to tell that a folder is missing.
+    # The shell has not expanded ~ yet; a completion cannot report that a folder is missing.
     words = [word for arg in args for word in arg.split("=") if word]
     for flag, value in itertools.pairwise(words):
         if flag in ("-cd", "--config-dir") and (folder := Path(value).expanduser()).is_dir():
@@ -116,7 +116,7 @@ def _keys(config_dir: str | None) -> list[str]:
 
 
 def _values(key: str, config_dir: str | None) -> list[str]:
-    """Return what a key may be set to: its choices, or else its default."""
+    """Return the values that a key may have: its choices, or else its default."""
     from orchestrator.config.changes import flat
     from orchestrator.config.schema import Config, bounds_of, plain
 

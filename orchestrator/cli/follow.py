@@ -151,7 +151,7 @@ class PreparedRun:
 
 
 def put_back(replaced: Path | None, folder: Path) -> None:
-    """Move what was replaced to where it was, if nothing has taken its place."""
+    """Move a replaced folder back, unless another has taken its place."""
     if replaced is not None and not folder.exists():
         replaced.rename(folder)
 
@@ -304,7 +304,7 @@ def _run_attempts(ready: PreparedRun) -> int:
         output.note(describe_culprit(culprit.to_json()), "bold red")
         output.note(decision.message, "yellow")
         for changed in differences(run, run.read_submission().get(INPUTS) or {}, ready.config):
-            # No person started this attempt who could accept the change, as with `resume`.
+            # This attempt starts by itself: no user can accept the change, as with `resume`.
             more = f"warning: {changed} since the run began; attempt {number + 1} has it as it is"
             say(output.console, more, "yellow", prose=True)
     if interrupted:

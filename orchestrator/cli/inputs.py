@@ -51,16 +51,16 @@ DYNAMIC_IMPORTS = frozenset(
         "walk_packages",
     }
 )
-"""Calls that import what the source does not name."""
+"""Calls that import modules which the source does not name."""
 PACKAGES = ("cluster-orchestrator", "torch", "mindspore", "numpy")
 MOST_FILES = 10_000
-# Of keys that name data; a command's arguments may be paths.
+# Prefixes of keys that name data; a command's arguments may be paths.
 KEYS = ("job.", "train.initial_weights", "train.initial_state")
 NO_NAMES = ("", ".", "..")
 
 
 def inputs_of(config: Config) -> dict[str, Any]:
-    """Return what a run of this configuration depends on now.
+    """Return the present inputs of a run with this configuration.
 
     Returns:
         `code`: SHA-256 of each file, by path; `data`: a digest of each file's or folder's stamps,
@@ -75,19 +75,19 @@ def inputs_of(config: Config) -> dict[str, Any]:
 
 
 def differences(run: RunDir, before: Mapping[str, Any], config: Config) -> list[str]:
-    """Return what has changed in the code and data of a run.
+    """Return the changes in the code and data of a run, as sentences.
 
-    Data that the run may have written does not count: what did not exist at its start, and what was
-    last written while it ran.
+    Data that the run may have written does not count: files that did not exist at its start, and
+    files that were last written while it ran.
 
     Args:
         before: as `inputs_of` recorded it.
     """
-    found: list[str] = []
+    sentences: list[str] = []
     for name, digest in sorted((before.get("code") or {}).items()):
         now = _sha256(Path(name))
         if now != digest:
-            found.append(f"{_shown(name)} {'is gone' if now is None else 'has changed'}")
+            sentences.append(f"{_shown(name)} {'is gone' if now is None else 'has changed'}")
     there = dict(_data(config))
     began = run.read_submission().get("time") or 0.0
     logs = [run.logs / name for name in names_in(run.logs)] if run.logs.is_dir() else []
@@ -99,10 +99,10 @@ def differences(run: RunDir, before: Mapping[str, Any], config: Config) -> list[
             or began <= _newest(islice(_files(path), MOST_FILES)) <= ended  # the run wrote it
         ):
             continue
-        found.append(
+        sentences.append(
             f"files of {key} have changed" if key.startswith(KEYS) else f"{key} has changed"
         )
-    return found
+    return sentences
 
 
 def _newest(paths: Iterable[Path]) -> float:
@@ -133,18 +133,20 @@ def code_differences(a: RunDir, b: RunDir) -> list[str]:
     left, right = (
         str(((run.read_environment() or {}).get("git") or {}).get("commit") or "") for run in (a, b)
     )
-    found = [f"commit {left:.12} against {right:.12}"] if left and right and left != right else []
+    sentences: list[str] = []
+    if left and right and left != right:
+        sentences.append(f"commit {left:.12} against {right:.12}")
     both = [(run.read_submission().get(INPUTS) or {}).get("code") or {} for run in (a, b)]
     if not all(both):
-        return found
+        return sentences
     if not both[0].keys() & both[1].keys():  # two copies of the code, in different folders
         both = [_below_common_folder(code) for code in both]
     left, right = both
     common = sorted(left.keys() & right.keys())
-    found += [f"{_shown(name)} differs" for name in common if left[name] != right[name]]
+    sentences += [f"{_shown(name)} differs" for name in common if left[name] != right[name]]
     for run, names in ((a, left.keys() - right.keys()), (b, right.keys() - left.keys())):
-        found += [f"{_shown(name)} is used by {run.path} only" for name in sorted(names)]
-    return found
+        sentences += [f"{_shown(name)} is used by {run.path} only" for name in sorted(names)]
+    return sentences
 
 
 def _below_common_folder(code: Mapping[str, str]) -> dict[str, str]:
@@ -167,17 +169,17 @@ def _sha256(path: Path) -> str | None:
 
 @cache
 def _versions() -> tuple[tuple[str, str], ...]:
-    found = [("python", ".".join(map(str, sys.version_info[:3])))]
+    versions = [("python", ".".join(map(str, sys.version_info[:3])))]
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
-            found.append((name, version(name)))
+            versions.append((name, version(name)))
     if not is_in_interpreter(PACKAGE):
         # Run from its source, whose version stays while it is edited.
         whole = hashlib.sha256()
         for path in sorted(PACKAGE.rglob("*.py")):
             whole.update(path.read_bytes())
-        found.append((f"the source in {PACKAGE}", whole.hexdigest()[:12]))
-    return tuple(found)
+        versions.append((f"the source in {PACKAGE}", whole.hexdigest()[:12]))
+    return tuple(versions)
 
 
 # ------------------------------------------------------------------ Code
@@ -194,16 +196,16 @@ def imported_files(target: str | ProgramConfig) -> list[Path]:
     Args:
         target: a job's class, by its dotted name, or a program.
     """
-    before, found = list(sys.path), dict[Path, str]()  # with the name of each file's module
+    before, files = list(sys.path), dict[Path, str]()  # with the name of each file's module
     if isinstance(target, str):
-        found |= _files_of_module(target.rpartition(".")[0])
+        files |= _files_of_module(target.rpartition(".")[0])
     elif target.is_module:
-        found |= _files_of_module(target.target)
-        found |= _files_of_module(f"{target.target}.__main__")
+        files |= _files_of_module(target.target)
+        files |= _files_of_module(f"{target.target}.__main__")
     elif script := copied_script(target):
-        found[script] = "__main__"
+        files[script] = "__main__"
         sys.path.insert(0, str(script.parent))  # as Python does when it runs the script
-    todo, complete = list(found.items()), True
+    todo, complete = list(files.items()), True
     try:
         while todo:
             path, module = todo.pop()
@@ -212,7 +214,7 @@ def imported_files(target: str | ProgramConfig) -> list[Path]:
                 continue
             try:
                 tree = ast.parse(path.read_bytes())
-            except (OSError, SyntaxError, ValueError):  # its import says so
+            except (OSError, SyntaxError, ValueError):  # the import itself reports the error
                 continue
             package = module if path.name == "__init__.py" else module.rpartition(".")[0]
             for node in ast.walk(tree):
@@ -229,12 +231,12 @@ def imported_files(target: str | ProgramConfig) -> list[Path]:
                         dynamic = isinstance(called, ast.Name) and called.id in DYNAMIC_IMPORTS
                     complete = complete and not dynamic
                 for name in names:
-                    new = {p: m for p, m in _files_of_module(name).items() if p not in found}
-                    found |= new
+                    new = {p: m for p, m in _files_of_module(name).items() if p not in files}
+                    files |= new
                     todo.extend(new.items())
     finally:
         sys.path[:] = before
-    return sorted({*found, *(() if complete else python_files(target))})
+    return sorted({*files, *(() if complete else python_files(target))})
 
 
 def _files_of_module(dotted: str) -> dict[Path, str]:
@@ -242,12 +244,12 @@ def _files_of_module(dotted: str) -> dict[Path, str]:
 
     Empty for installed modules and for this package. The last parts of `dotted` may be no modules.
     """
-    found: dict[Path, str] = {}
+    files: dict[Path, str] = {}
     parts = dotted.split(".")
     if parts[0] in sys.stdlib_module_names:
-        return found
+        return files
     if parts[0] == PACKAGE.name and parts[1:2] != ["jobs"]:
-        return found
+        return files
     for length in range(1, len(parts) + 1):
         name = ".".join(parts[:length])
         spec = find_module(name)
@@ -258,16 +260,16 @@ def _files_of_module(dotted: str) -> dict[Path, str]:
         if not Path(spec.origin).exists() or is_installed(Path(spec.origin).absolute()):
             break
         if spec.has_location:
-            found[Path(spec.origin).absolute()] = name
-    found.pop(PACKAGE / "__init__.py", None)
-    return found
+            files[Path(spec.origin).absolute()] = name
+    files.pop(PACKAGE / "__init__.py", None)
+    return files
 
 
 # ------------------------------------------------------------------ Data
 
 
 def _data(config: Config) -> Iterator[tuple[str, Path]]:
-    """Yield the paths that the job may read, by what names them.
+    """Yield the paths that the job may read, each with the key or argument that names it.
 
     Of a job these are its arguments and defaults, of a program's command only files (folders are
     mostly outputs), and in both cases the initial weights.
@@ -278,7 +280,7 @@ def _data(config: Config) -> Iterator[tuple[str, Path]]:
             yield f"job.{key}" if texts is not value else f"{path} (job.{key})", path
     if is_program(config.job):
         program = program_of(config.job)
-        own = copied_script(program)  # which is code
+        own = copied_script(program)  # it is code, not data
         values = [*program.command, *(a.partition("=")[2] for a in program.command)]
         yield from ((str(p), p) for p in _existing(values) if p.is_file() and p.absolute() != own)
     else:
@@ -287,8 +289,8 @@ def _data(config: Config) -> Iterator[tuple[str, Path]]:
             if key not in config.job:
                 yield from ((f"job.{key}", path) for path in _existing([value]))
     for key in ("initial_weights", "initial_state"):
-        stated = getattr(config.train, key)
-        folder, which = (None, None) if stated is None else split_reference(stated)
+        reference = getattr(config.train, key)
+        folder, which = (None, None) if reference is None else split_reference(reference)
         for path in _existing([folder]):
             run = RunDir(path)
             if not run.checkpoints.is_dir():  # a file of weights
@@ -304,14 +306,18 @@ def _constructor_defaults(target: str) -> dict[str, Any]:
     """Return the literal defaults of a class's constructor, as its source states them; also of a
     data class.
     """
-    found = find_class(target)
+    source = find_class(target)
     defaults: list[tuple[str, ast.expr | None]] = []
-    for node in found.members.values() if found else ():
+    for node in source.members.values() if source else ():
         if isinstance(node, ast.FunctionDef) and node.name == "__init__":
-            given = node.args
-            names = [one.arg for one in (*given.posonlyargs, *given.args)]
-            defaults += zip(names[::-1], given.defaults[::-1], strict=False)
-            defaults += zip((one.arg for one in given.kwonlyargs), given.kw_defaults, strict=True)
+            parameters = node.args
+            names = [parameter.arg for parameter in (*parameters.posonlyargs, *parameters.args)]
+            defaults += zip(names[::-1], parameters.defaults[::-1], strict=False)
+            defaults += zip(
+                (parameter.arg for parameter in parameters.kwonlyargs),
+                parameters.kw_defaults,
+                strict=True,
+            )
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             defaults.append((node.target.id, node.value))
     return {key: value.value for key, value in defaults if isinstance(value, ast.Constant)}

@@ -34,7 +34,7 @@ read: colours and breaks would hide its warnings.
 
 
 class Launcher:
-    """A command of ours in a process of its own, of which it is asked how it has begun."""
+    """One of our commands in a process of its own, which reports how it has begun."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self._read, its_end = os.pipe()
@@ -60,11 +60,11 @@ class Launcher:
             )
         finally:
             os.close(its_end)
-        # Whoever starts it need not wait for it: it must not stay as a zombie then.
+        # The caller need not wait for the process, which must not stay as a zombie then.
         threading.Thread(target=self._process.wait, daemon=True).start()
 
     def await_begin(self, depth: int) -> Path | None:
-        """Return the folder of what has begun; None if there was nothing to begin.
+        """Return the folder of the run or sweep that has begun; None if there was nothing to begin.
 
         Args:
             depth: see `launch`.
@@ -98,7 +98,7 @@ class Launcher:
         )
 
     def raise_error(self, wait_s: float = 0.0) -> None:
-        """Raise what the command has ended with, if that is an error.
+        """Raise the error that the command has ended with, if any.
 
         Args:
             wait_s: at most, for its end.
@@ -111,7 +111,7 @@ class Launcher:
             self._raise(self._error)
 
     def _next(self) -> Mapping[str, str] | None:
-        """Return the next thing that the command has said, if it has."""
+        """Return the command's next report, if there is one."""
         with contextlib.suppress(BlockingIOError):
             while more := os.read(self._read, 65_536):
                 self._text += more
@@ -133,33 +133,35 @@ class Launcher:
         raise error
 
     def _warn(self, depth: int) -> None:
-        """Warn of what the command has warned of, at the line of the user's call."""
+        """Repeat the command's warnings at the line of the user's call."""
         for line in self.text_printed().splitlines():
             if line.startswith("warning: "):
                 warnings.warn(line.removeprefix("warning: "), stacklevel=4 + depth)
 
     def text_printed(self) -> str:
-        """Return what the command has printed until it began, or in all if it did not begin."""
+        """Return the command's output until it began, or all of it if it did not begin."""
         size = os.fstat(self._printed.fileno()).st_size
         return os.pread(self._printed.fileno(), size, 0).decode(errors="replace")
 
 
 def _own_paths() -> list[str]:
-    """Return where this process finds modules besides Python's own folders and installed packages:
-    the folder of a script, say. What is started finds them there, too.
+    """Return the folders where this process finds modules, besides those of Python and of installed
+    packages: a script's, say. The process that it starts searches them, too.
     """
     here = Path.cwd()
     paths = (Path(entry).absolute() for entry in sys.path if entry)
     own = [path for path in paths if path != here and path.is_dir() and not is_in_interpreter(path)]
-    stated = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    return [*dict.fromkeys([*map(str, own), *stated])]
+    inherited_paths = [
+        entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry
+    ]
+    return [*dict.fromkeys([*map(str, own), *inherited_paths])]
 
 
 def launch(arguments: Sequence[str], caller: str, depth: int = 1) -> tuple[Path | None, Launcher]:
     """Run a command of ours until it has begun.
 
     Args:
-        caller: what the user has called, for messages.
+        caller: the function that the user has called, for messages.
         depth: how many functions of ours there are between the user's line and this one.
     """
     require_cwd()

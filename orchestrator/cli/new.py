@@ -196,10 +196,10 @@ def write_project(folder: Path) -> Path:
         raise UsageError(f"{name} is an installed package already; try my_{name}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{name}-") as draft:
-        made = Path(draft) / name
+        project = Path(draft) / name
         for path, text in FILES.items():
-            file = made / path.replace("NAME", name)
+            file = project / path.replace("NAME", name)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text.replace("NAME", name), encoding="utf-8")
-        shutil.move(made, folder)
+        shutil.move(project, folder)
     return folder

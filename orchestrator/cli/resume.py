@@ -100,37 +100,37 @@ def submission_directory(run: RunDir, home: Path | None = None) -> Generator[Non
 
 
 def initial_weights(config: Config) -> Path | None:
-    """Return the weights file: the one that is named, or the newest sound one of a run.
+    """Return the weights file: the one that is named, or the newest valid one of a run.
 
     Raises:
         ConfigError: there is none, or it is no safetensors file.
     """
-    stated = config.train.initial_weights
-    if stated is None:
+    reference = config.train.initial_weights
+    if reference is None:
         return None
     from orchestrator.rundir.tensors import SafetensorsFile  # NumPy, if it is needed
 
     try:
-        path, (folder, which) = expand_user(stated), split_reference(stated)
+        path, (folder, which) = expand_user(reference), split_reference(reference)
         if which is not None and not path.exists():
             run = RunDir(expand_user(folder)).existing()
             path = weights_of(kept_checkpoint(run, which))
         elif path.is_dir():
             run = RunDir(path).existing()
-            found, _ = newest(run.checkpoints, run.identity)
-            if found is None:
+            checkpoint, _ = newest(run.checkpoints, run.identity)
+            if checkpoint is None:
                 raise RunFolderError("that run has no weights yet: no sound checkpoint was written")
-            path = weights_of(found.folder)
+            path = weights_of(checkpoint.folder)
         if not SafetensorsFile(path).tensors:
             raise RunFolderError(f"{path} holds no tensors")
     except (UsageError, OSError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"train.initial_weights={stated}: {why}") from error
+        raise ConfigError(f"train.initial_weights={reference}: {why}") from error
     return path
 
 
 def keep_initial_weights(config: Config, run: RunDir) -> dict[str, str]:
-    """Copy the file into the new run's folder, so that the run is whole whatever becomes of it.
+    """Copy the file into the new run's folder, so that the run does not depend on it.
 
     Returns:
         The copy's digest, for submission.json; nothing where no weights are asked for.
@@ -152,15 +152,15 @@ MOST_UPDATES = 5_000  # compared one by one; of longer runs so many, evenly
 
 
 def refuse_other_numbers(
-    made: list[Change], run: str, done: int, *, program: bool, own_optimizer: bool
+    config_changes: list[Change], run: str, done: int, *, program: bool, own_optimizer: bool
 ) -> None:
-    """Raise `ConfigError` naming every change that makes other numbers, and what can be done.
+    """Raise `ConfigError` naming every change of the run's numbers, with the alternatives.
 
     Args:
         done: updates that the newest checkpoint holds.
         own_optimizer: the run's configuration has none, so its job builds one.
     """
-    others = [change for change in made if change.kind is Kind.NUMBERS]
+    others = [change for change in config_changes if change.kind is Kind.NUMBERS]
     if not others:
         return
     lines: list[str] = []
@@ -182,11 +182,12 @@ def refuse_other_numbers(
     raise ConfigError("\n".join(lines))
 
 
-def advise_new_run(run: str, done: int, given: str = "these settings") -> str:
-    """Return what to do instead."""
+def advise_new_run(run: str, done: int, settings: str = "these settings") -> str:
+    """Return advice on how to train with other settings in a new run."""
     if not done:
         return (
-            f"no checkpoint was written yet, so a new run loses nothing: launch again with {given}"
+            "no checkpoint was written yet, so a new run loses nothing: launch again with "
+            f"{settings}"
         )
     return (
         f"to go on from these weights with other settings, start a new run: "
@@ -196,14 +197,14 @@ def advise_new_run(run: str, done: int, given: str = "these settings") -> str:
 
 
 def refuse_another_plan(
-    old: Plan, new: Plan, done: int, run: str, made: Sequence[Change] = ()
+    old: Plan, new: Plan, done: int, run: str, config_changes: Sequence[Change] = ()
 ) -> None:
     """Raise `ConfigError` if an update would be of other samples or at another rate.
 
     Args:
         old, new: of the run as it was, and as it would be.
         done: updates that the newest checkpoint holds.
-        made: what changes in the configuration.
+        config_changes: between the two configurations.
     """
     if new.updates is not None and new.updates < done:
         raise ConfigError(
@@ -245,7 +246,7 @@ def refuse_another_plan(
             plan.rates.schedule.learning_rate(update) for plan in (old, new) if plan.rates.schedule
         ]
         if len(set(rates)) > 1:
-            of_schedule = [c.text for c in made if c.key.startswith("schedule.")]
+            of_schedule = [c.text for c in config_changes if c.key.startswith("schedule.")]
             why = f"{' and '.join(of_schedule)} would change it"
             if not of_schedule:
                 why = "with schedule.decay the number of updates decides it, which would be another"
@@ -261,12 +262,14 @@ def refuse_another_plan(
             )
 
 
-def rounding_warning(made: list[Change], old: Plan, new: Plan, config: Config) -> str | None:
-    """Return a sentence if the rest agrees with the undisturbed run only up to rounding."""
+def rounding_warning(
+    config_changes: list[Change], old: Plan, new: Plan, config: Config
+) -> str | None:
+    """Return a sentence if the rest agrees with an uninterrupted run only up to rounding."""
     kept = config.accumulation.reduction == old.reduction == "reproducible"
     same_split = kept or old.split.micro_batches == new.split.micro_batches
     split = [] if same_split else ["another split of the batch"]
-    causes = split + [change.text for change in made if change.kind is Kind.ROUNDING]
+    causes = split + [change.text for change in config_changes if change.kind is Kind.ROUNDING]
     if not causes:
         return None
     dropout = "" if kept else ", and random numbers as dropout's are drawn for other micro-batches"
@@ -276,10 +279,10 @@ def rounding_warning(made: list[Change], old: Plan, new: Plan, config: Config) -
     )
 
 
-GROUPS = ("cluster", "tracker")  # whose choice a run may change; the others are its numbers
+GROUPS = ("cluster", "tracker")  # that a resumed run may choose anew; others decide its numbers
 ENDS_EARLY = ("train.patience", "train.keep_best")
 PYTHONPATH = "PYTHONPATH"  # in submission.json, too
-PLACES = ("nodes", "ranks_per_node", "cpus_per_rank")  # stay, whatever another cluster's file says
+PLACES = ("nodes", "ranks_per_node", "cpus_per_rank")  # kept when a run changes its cluster
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -287,7 +290,7 @@ class Resumption:
     """A checked request to resume a run.
 
     Attributes:
-        config: to go on with.
+        config: to resume with.
         changes: of the run's configuration, by this command.
         plan: as far as it is known here.
         done: updates that the newest checkpoint holds.
@@ -333,14 +336,14 @@ def resumption(
     *,
     to: Config | None = None,
 ) -> Resumption:
-    """Check what `resume RUN overrides` asks for; nothing is written.
+    """Check the request `resume RUN overrides`; nothing is written.
 
     Args:
         config: of the run so far.
-        to: what is asked for as a whole, where overrides have been applied already.
+        to: the whole requested configuration, overrides already applied.
 
     Raises:
-        ConfigError: a key that is none, a value that cannot be, or one that makes other numbers.
+        ConfigError: an unknown key, an invalid value, or a change of the run's numbers.
         RunFolderError: the newest checkpoint is of more updates than `config` asks for.
     """
     before = asdict(config)
@@ -349,25 +352,27 @@ def resumption(
     known = run.read_plan()
     old = plan = plan_of_run(config, known)
     refuse_beyond(run, done, plan.updates)
-    made: list[Change] = []
+    config_changes: list[Change] = []
     warning: str | None = None
     if overrides or to is not None:
         if to is None:
             config = _with_overrides(asdict(config), overrides, config_dir)
-        else:  # whose path of the folder is that of now: it may have moved, or a link leads there
+        else:  # with the present path of the folder, which may have moved or be behind a link
             config = replace(to, run=replace(to.run, dir=config.run.dir))
-        made = changes(before, asdict(config))
+        config_changes = changes(before, asdict(config))
         program = isinstance(old, ProgramPlan)
         own = not program and not before["optimizer"]
-        refuse_other_numbers(made, str(run.path), done, program=program, own_optimizer=own)
+        refuse_other_numbers(
+            config_changes, str(run.path), done, program=program, own_optimizer=own
+        )
         plan = plan_of_run(config, known)
         if isinstance(old, Plan) and isinstance(plan, Plan):
-            refuse_another_plan(old, plan, done, str(run.path), made)
-            warning = rounding_warning(made, old, plan, config)
+            refuse_another_plan(old, plan, done, str(run.path), config_changes)
+            warning = rounding_warning(config_changes, old, plan, config)
     return Resumption(
         config=config,
         overrides=tuple(overrides),
-        changes=made,
+        changes=config_changes,
         plan=plan,
         done=done,
         warning=warning,
@@ -407,7 +412,7 @@ def _with_overrides(
 
     check_overrides(overrides)
     values = literal_container(old)
-    stated = {key_of(text) for text in overrides}
+    keys = {key_of(text) for text in overrides}
     with config_errors():
         for text in sorted(overrides, key=lambda text: "." in key_of(text)):  # groups first
             [override] = OverridesParser.create().parse_overrides([to_hydra(text)])
@@ -426,10 +431,10 @@ def _with_overrides(
             line = CommandLine(overrides=(f"{key}={value}", *placed), config_dir=config_dir)
             chosen = Composer(line).compose().values
             values[key] = chosen[key]
-            if key == "cluster" and "transport" not in stated and chosen["transport"] != "auto":
+            if key == "cluster" and "transport" not in keys and chosen["transport"] != "auto":
                 values.transport = chosen["transport"]
-        if lengths := stated & {*LENGTHS}:
-            # They would win, and what was typed would mean nothing.
+        if lengths := keys & {*LENGTHS}:
+            # The lengths of the run so far would win over the typed one.
             for key in {"train.updates", "train.samples"} - lengths:
                 OmegaConf.update(values, key, None)
         plain = resolve(values)
@@ -462,9 +467,11 @@ def changed_inputs(run: RunDir, resumed: Resumption) -> list[str]:
     return differences(run, {**before, "data": data}, resumed.config)
 
 
-def refuse_changed(found: Mapping[str, Sequence[str]]) -> None:
+def refuse_changed(inputs_by_run: Mapping[str, Sequence[str]]) -> None:
     """Raise `ConfigError` with the changed inputs of each run, by folder."""
-    sentences = [f"{', '.join(changed)} since {run} began" for run, changed in found.items()]
+    sentences = [
+        f"{', '.join(changed)} since {run} began" for run, changed in inputs_by_run.items()
+    ]
     ways = (
         "the updates so far were computed with the earlier state; to go on all the same, add "
         "--changed; to compute everything anew, start a new run"
@@ -473,13 +480,13 @@ def refuse_changed(found: Mapping[str, Sequence[str]]) -> None:
 
 
 def labels_of(config: Config) -> dict[str, Any]:
-    """Return what a person calls the run, for submission.json, which `status` reads."""
+    """Return the user's labels of the run, for submission.json, which `status` reads."""
     values = {name: getattr(config.run, name) for name in LABELS}
     return {name: value for name, value in values.items() if value}
 
 
 def record(run: RunDir, resumed: Resumption, attempt: int, inputs: Sequence[str]) -> None:
-    """Write down that a person asked for `attempt`, and with what; then change config.yaml.
+    """Record that a person requested `attempt`, with its overrides; then change config.yaml.
 
     Args:
         inputs: of the run that have changed, as `changed_inputs` names them.
@@ -503,9 +510,9 @@ def record(run: RunDir, resumed: Resumption, attempt: int, inputs: Sequence[str]
         write_json(run.submission, {**noted, INPUTS: now})
     if not resumed.changes:
         return
-    made = run.attempts_made()
-    if made and run.attempt(made - 1).is_dir():
-        kept = run.attempt(made - 1) / run.config.name
+    attempts = run.attempts_made()
+    if attempts and run.attempt(attempts - 1).is_dir():
+        kept = run.attempt(attempts - 1) / run.config.name
         if not kept.exists():
             write_atomically(kept, read_text(run.config))
     run.write_config(to_yaml(resumed.config))
@@ -514,4 +521,7 @@ def record(run: RunDir, resumed: Resumption, attempt: int, inputs: Sequence[str]
     noted = {k: v for k, v in run.read_submission().items() if k not in LABELS}
     write_json(run.submission, {**noted, **labels_of(resumed.config), **cluster.placed})
     if cluster.attended and run.handle.exists():  # the job that it names is over
-        run.handle.rename(run.attempt(made - 1) / run.handle.name) if made else run.handle.unlink()
+        if attempts:
+            run.handle.rename(run.attempt(attempts - 1) / run.handle.name)
+        else:
+            run.handle.unlink()

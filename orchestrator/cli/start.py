@@ -104,7 +104,7 @@ def prepare(config: Config, *, new: bool = True) -> Plan | ProgramPlan:
         check_program(program_of(config.job))
         return plan_of_program(config)
     if config.tracker.options:
-        from orchestrator.trainer.recorder import Tracker  # what few submissions need
+        from orchestrator.trainer.recorder import Tracker  # few submissions need it
 
         schema = TRACKERS.load(config.tracker.kind, Tracker).Options
         options_of(schema, config.tracker.options, "tracker.options")
@@ -228,13 +228,13 @@ def prepared_run(
         except RunFolderError:
             if config.run.dir or not run.lock.exists():
                 raise
-            # Another start has the same name of its own in this second: take the next.
-            given: dict[str, Any] = {"overrides": overrides, "flags": flags, "plan": plan}
-            with prepared_run(config, output, **given, notes=notes) as ready:
+            # Another start in this second has the same name, made from the time: take the next one.
+            options: dict[str, Any] = {"overrides": overrides, "flags": flags, "plan": plan}
+            with prepared_run(config, output, **options, notes=notes) as ready:
                 yield ready
             return
         try:
-            # Before anything else: another command would take the run for one that was lost.
+            # The lock comes first: without it another command would take this run for a lost one.
             with wrap_disk_errors(run), locked(run):
                 run.write_config(to_yaml(config))
                 write_json(run.plan, plan.to_json())
@@ -256,7 +256,7 @@ def prepared_run(
                 noted = {**(notes or {INPUTS: inputs_of(config)}), **labels_of(config)}
                 write_json(run.submission, {**submission, **digest, **admission.notice, **noted})
                 yield PreparedRun(run=run, cluster=cluster, request=request, output=output)
-        except BaseException as error:  # rich ends this process where its reader has ended
+        except BaseException as error:  # rich raises SystemExit when its reader has ended
             # Nothing was trained, and the message says all; after a start, the logs may say more.
             with contextlib.suppress(OSError):  # the error itself matters more
                 begun = run.attempts_made() > 0 and not isinstance(error, UsageError)
@@ -275,14 +275,14 @@ def prepared_resume(
     to: Config | None = None,
     changed: bool = False,
 ) -> Generator[PreparedRun | None]:
-    """Make a run ready to go on from its newest sound checkpoint, or from the start when it has
+    """Prepare a run to resume from its newest valid checkpoint, or from the start when it has
     none, as `prepared_run` does.
 
     Args:
         overrides: of its configuration: what leaves its numbers as they are, or more updates.
         config_dir: a folder of the user's own configs, for `cluster=…` among the overrides.
-        to: the whole configuration to go on with, where overrides have been applied already.
-        changed: go on although the code or data has changed.
+        to: the whole configuration to resume with, overrides already applied.
+        changed: resume although the code or data has changed.
 
     Returns:
         None if it has finished already; prints that.
@@ -308,12 +308,14 @@ def prepared_resume(
         notes = [f"{sentence} since the run began; going on all the same" for sentence in inputs]
         if not is_program(config.job):
             # Verified here only where ranks run here; elsewhere they verify the files themselves.
-            found, passed_over = newest(run.checkpoints, run.identity, contents=cluster.attended)
-            if found is None and cluster.attended and config.train.initial_weights is not None:
+            checkpoint, passed_over = newest(
+                run.checkpoints, run.identity, contents=cluster.attended
+            )
+            if checkpoint is None and cluster.attended and config.train.initial_weights is not None:
                 check_initial(run)
-            if found is None and cluster.attended and config.train.initial_state is not None:
+            if checkpoint is None and cluster.attended and config.train.initial_state is not None:
                 initial_state(run)
-            if found is None and run.attempts_made():
+            if checkpoint is None and run.attempts_made():
                 notes.append(f"{run.path} has no checkpoint yet: it begins again at update 0")
             notes += passed_over
         other_speeds = BALANCE in {change.key for change in resumed.changes}

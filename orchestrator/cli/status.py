@@ -52,11 +52,11 @@ def expand(paths: Sequence[Path]) -> list[RunDir]:
     """
     runs: list[RunDir] = []
     for path in paths or [Path.cwd() / "runs"]:
-        found = find_runs(path)
-        if not found and paths:
+        folders = find_runs(path)
+        if not folders and paths:
             RunDir(path).existing()
             raise RunFolderError(f"there is no run in {path}")
-        runs += [RunDir(folder) for folder in found]
+        runs += [RunDir(folder) for folder in folders]
     return runs
 
 
@@ -66,11 +66,11 @@ def statuses(runs: Iterable[RunDir]) -> tuple[list[RunStatus], list[str]]:
     A run that cannot be read is a row of its own, `private` or `damaged`, and hides no other.
     """
     runs = list(runs)
-    found: dict[Path, RunStatus] = {}
+    by_path: dict[Path, RunStatus] = {}
     of_schedulers: dict[str, list[RunDir]] = {}
     sentences, unknown = resolve_submissions(runs)
     for run in runs:
-        status = found[run.path] = status_or_damage(run, partial(_read_status, run))
+        status = by_path[run.path] = status_or_damage(run, partial(_read_status, run))
         if status.job_id is not None:
             of_schedulers.setdefault(status.cluster, []).append(run)
     for kind, members in of_schedulers.items():
@@ -78,17 +78,17 @@ def statuses(runs: Iterable[RunDir]) -> tuple[list[RunStatus], list[str]]:
             cluster = class_of(kind)
         except ConfigError as error:
             sentences.append(str(error))
-            mark_unknown(members, found, str(error))
+            mark_unknown(members, by_path, str(error))
         else:
-            sentences += cluster.update_statuses(members, found)
-    for path, status in found.items():
+            sentences += cluster.update_statuses(members, by_path)
+    for path, status in by_path.items():
         if status.state in ("starting", "running") and not status.reason and is_full(path):
             full = "its disk is full: it trains on, but nothing of it is recorded or saved"
-            found[path] = replace(status, reason=full)
+            by_path[path] = replace(status, reason=full)
     for path, why in unknown.items():
-        if found[path].state not in UNREADABLE:
-            found[path] = replace(found[path], state="unknown", reason=why)
-    return [found[run.path] for run in runs], sentences
+        if by_path[path].state not in UNREADABLE:
+            by_path[path] = replace(by_path[path], state="unknown", reason=why)
+    return [by_path[run.path] for run in runs], sentences
 
 
 STATUS_FIELDS = (
@@ -111,7 +111,7 @@ STATUS_FIELDS = (
 """Of `RunStatus`, that may be columns of `status`."""
 
 
-def columns_of(found: Sequence[RunStatus], names: Sequence[str]) -> dict[str, list[Any]]:
+def columns_of(run_statuses: Sequence[RunStatus], names: Sequence[str]) -> dict[str, list[Any]]:
     """Return a value of each run, for each of these names; None where it has none.
 
     Args:
@@ -123,7 +123,7 @@ def columns_of(found: Sequence[RunStatus], names: Sequence[str]) -> dict[str, li
     """
     columns: dict[str, list[Any]] = {name: [] for name in names}
     known = {*STATUS_FIELDS, "best", "seconds"}
-    for status in found:
+    for status in run_statuses:
         settings: dict[str, Any] | None = None
         result: dict[str, Any] | None = None
         known |= {f"{HELD_OUT}{name}" for name in status.evaluation}
@@ -151,7 +151,7 @@ def columns_of(found: Sequence[RunStatus], names: Sequence[str]) -> dict[str, li
     return columns
 
 
-def sorted_by(found: Sequence[RunStatus], figure: str) -> list[RunStatus]:
+def sorted_by(run_statuses: Sequence[RunStatus], figure: str) -> list[RunStatus]:
     """Return runs by a figure, the best first: the largest, or with a minus before the figure the
     smallest. Runs without it come last.
 
@@ -159,8 +159,8 @@ def sorted_by(found: Sequence[RunStatus], figure: str) -> list[RunStatus]:
         UsageError: no run has it.
     """
     name = figure.removeprefix("-")
-    [values] = columns_of(found, [name]).values()
-    pairs = list(zip(values, found, strict=True))
+    [values] = columns_of(run_statuses, [name]).values()
+    pairs = list(zip(values, run_statuses, strict=True))
     numbers = [(value, run) for value, run in pairs if isinstance(value, int | float)]
     texts = [(str(value), run) for value, run in pairs if not isinstance(value, int | float | None)]
     numbers.sort(key=lambda pair: pair[0], reverse=name == figure)
@@ -206,7 +206,7 @@ def cancel_sweep(folder: Path, *, now: bool) -> list[str]:
     runs = [] if sentences and not find_runs(folder) else expand([folder])
     open_ones = [s for s in statuses(runs)[0] if s.state not in (*OVER, *UNREADABLE)]
     members: dict[type[Cluster], list[RunDir]] = {}
-    found: dict[str, list[Path]] = {}
+    paths_by_message: dict[str, list[Path]] = {}
     for status in open_ones:
         run = RunDir(status.folder)
         if run.handle.exists():
@@ -220,8 +220,8 @@ def cancel_sweep(folder: Path, *, now: bool) -> list[str]:
                     raise
     for cluster, some in members.items():
         for path, message in cluster.cancel_all(some, now=now).items():
-            found.setdefault(message, []).append(path)
-    for message, paths in found.items():
+            paths_by_message.setdefault(message, []).append(path)
+    for message, paths in paths_by_message.items():
         names = [str(path.relative_to(folder)) for path in paths]
         named = ", ".join(names)
         if all(name.isdigit() for name in names):
@@ -244,9 +244,8 @@ def _cancel_holder(sweep: RunDir, *, now: bool) -> str:
     signal_holder(sweep, *((signal.SIGINT, signal.SIGTERM) if now else (signal.SIGINT,)))
     here: list[RunDir] = []
     for run in runs:
-        with contextlib.suppress(
-            ConfigError, RunFolderError
-        ):  # a damaged one keeps none from ending
+        # A damaged point must not keep the others from ending.
+        with contextlib.suppress(ConfigError, RunFolderError):
             if class_of(kind_of(run)).attended:
                 here.append(run)
     if here:

@@ -196,7 +196,7 @@ class Cluster(ABC):
     Options: ClassVar[type] = NoOptions
 
     def __init__(self, config: Config, tell: Callable[[str], None] = lambda _: None) -> None:
-        """Raise `ConfigError` for what this kind of cluster cannot do.
+        """Raise `ConfigError` for settings that this kind of cluster does not support.
 
         Args:
             tell: called with a sentence for the waiting user.
@@ -222,7 +222,7 @@ class Cluster(ABC):
     def refuse(self, framework: str | None) -> None:  # nothing, by default
         """Raise a `UsageError` for a run that could never run there; contacts nothing."""
 
-    def trust(self, run: RunDir, typed: Collection[str] | None = None) -> None:  # the same
+    def trust(self, run: RunDir, typed: Collection[str] | None = None) -> None:  # no check
         """Refuse settings of the run's folder that this user has not approved.
 
         Raises `ClusterError`.
@@ -263,7 +263,7 @@ class Cluster(ABC):
 
     @property
     def share(self) -> Share | None:
-        """Return what a run uses of this machine; None: runs cannot share it."""
+        """Return the part of this machine that a run uses; None: runs cannot share it."""
         return None
 
     @classmethod
@@ -324,16 +324,18 @@ class Cluster(ABC):
         Returns:
             What happens to each, as a clause ("stops at …"), without runs that are over.
         """
-        found: dict[Path, str] = {}
+        outcomes: dict[Path, str] = {}
         for run in runs:
             handle = cls.handle(run)
             sentence = handle.cancel(run, now=now)
-            found[run.path] = sentence.removeprefix(f"{handle.title} ").removeprefix(f"{run.path} ")
-        return found
+            outcomes[run.path] = sentence.removeprefix(f"{handle.title} ").removeprefix(
+                f"{run.path} "
+            )
+        return outcomes
 
     @classmethod
     def update_statuses(cls, runs: Sequence[RunDir], found: dict[Path, RunStatus]) -> Iterator[str]:
-        """Fill in the status of runs that continue alone; yield what could not be found out.
+        """Fill in the status of runs that continue alone; yield sentences about failed queries.
 
         Queries runs one by one; a cluster that can be queried for many at once overrides this.
 

@@ -33,12 +33,12 @@ class Machine:
 
 def cores() -> int:
     """Return the processors that this process may use, by affinity and control groups' quota."""
-    found = float(len(os.sched_getaffinity(0)))
+    count = float(len(os.sched_getaffinity(0)))
     for group in _groups():
         quota, _, period = _read(group / "cpu.max").partition(" ")
         if quota.isdigit():
-            found = min(found, int(quota) / int(period))
-    return max(1, int(found))
+            count = min(count, int(quota) / int(period))
+    return max(1, int(count))
 
 
 def free_memory_bytes() -> int:
@@ -46,13 +46,13 @@ def free_memory_bytes() -> int:
 
     A group's unused file cache counts as free, as the kernel counts it.
     """
-    found = int(psutil.virtual_memory().available)
+    free = int(psutil.virtual_memory().available)
     for group in _groups():
         most, used = _read(group / "memory.max"), _read(group / "memory.current")
         if most.isdigit() and used.isdigit():
             counts = dict(line.split() for line in _read(group / "memory.stat").splitlines())
-            found = min(found, int(most) - int(used) + int(counts.get("inactive_file", 0)))
-    return max(0, found)
+            free = min(free, int(most) - int(used) + int(counts.get("inactive_file", 0)))
+    return max(0, free)
 
 
 # As CUDA, SLURM and container runtimes say it, in lower case.
@@ -70,10 +70,10 @@ def visible_gpus(env: Mapping[str, str]) -> list[str]:
     if (variable := gpu_variable(env)) in env:
         names = [name.strip() for name in env[variable].split(",")]
         return [] if names[0].lower() in NO_DEVICE else [name for name in names if name]
-    found = len(list(NVIDIA.glob("*")))
+    count = len(list(NVIDIA.glob("*")))
     # AMD's driver lists CPUs as well, with an id of 0.
-    found = found or sum(_read(gpu) != "0" for gpu in AMD.glob("*/gpu_id"))
-    return [str(number) for number in range(found)]
+    count = count or sum(_read(gpu) != "0" for gpu in AMD.glob("*/gpu_id"))
+    return [str(number) for number in range(count)]
 
 
 def share_gpus(

@@ -56,8 +56,8 @@ class CommandLine:
         """Return the flags that choose the configuration's files, from any folder."""
         folder = self.config_dir and str(expand_user(self.config_dir).absolute())
         name = None if self.config_name == PRIMARY else self.config_name
-        stated = {"--config-dir": folder, "--config-name": name}
-        return tuple(item for flag, value in stated.items() if value for item in (flag, value))
+        values = {"--config-dir": folder, "--config-name": name}
+        return tuple(item for flag, value in values.items() if value for item in (flag, value))
 
 
 SWITCHES = {
@@ -85,7 +85,7 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
     Raises:
         ConfigError: an unknown flag, one without its value, an argument that is no override.
     """
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     overrides: list[str] = []
     rest = list(arguments)
     while rest:
@@ -99,11 +99,11 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
         elif flag in REFUSED:
             raise ConfigError(f"{flag} is not available: it {REFUSED[flag]}")
         elif argument in SWITCHES:
-            found[SWITCHES[argument]] = True
+            options[SWITCHES[argument]] = True
         elif flag in VALUED:
             if not equals and not rest:
                 raise ConfigError(f"{flag} needs a value: {flag} {VALUED[flag].upper()}")
-            found[VALUED[flag]] = value if equals else rest.pop(0)
+            options[VALUED[flag]] = value if equals else rest.pop(0)
         else:
             check_overrides(overrides, line=arguments)  # it may be the flag of a script before it
             known = [*SWITCHES, *VALUED]
@@ -113,10 +113,10 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
                     f"there is no flag '{flag}'; settings are written without dashes: {key}={typed}"
                 )
             raise ConfigError(f"there is no flag '{flag}'{did_you_mean(flag, known)}")
-    found.pop("", None)
-    if found.pop("force", False):
+    options.pop("", None)
+    if options.pop("force", False):
         overrides.append("sweep.force=true")
-    line = CommandLine(overrides=tuple(overrides), **found)
+    line = CommandLine(overrides=tuple(overrides), **options)
     if line.cfg not in (None, "job"):
         raise ConfigError(f"--cfg must be job, but is '{line.cfg}'")
     if line.multirun and line.cfg:
@@ -135,7 +135,7 @@ def check_overrides(
     line: Sequence[str] | None = None,
     options: Collection[str] = (),
 ) -> None:
-    """Raise `ConfigError` for what cannot be an override: KEY=VALUE, +KEY=VALUE, ++…, or ~KEY.
+    """Raise `ConfigError` for any text that is no override: KEY=VALUE, +KEY=VALUE, ++…, or ~KEY.
 
     Two lengths of the run are refused, too: one of them would have no effect.
 
@@ -203,8 +203,8 @@ def program_overrides(argv: Sequence[str], before: Sequence[str] = ()) -> tuple[
     ('job=program', "job.command=['train.py','--lr','it\\'s']")
     """
     check_overrides(before)
-    given = without_python(argv)
-    if not given:
+    command = without_python(argv)
+    if not command:
         raise ConfigError(
             "after -- comes the program to run, as in -- train.py --lr 0.1; launch starts a job"
         )
@@ -213,7 +213,7 @@ def program_overrides(argv: Sequence[str], before: Sequence[str] = ()) -> tuple[
             key_of(override) == "job" and override.partition("=")[2] != "program"
         ):
             raise ConfigError(f"{override} says what to run, and so does -- …; leave one out")
-    return "job=program", f"job.command=[{','.join(map(literally, given))}]"
+    return "job=program", f"job.command=[{','.join(map(literally, command))}]"
 
 
 def without_python(argv: Sequence[str]) -> list[str]:
@@ -320,8 +320,8 @@ def to_hydra(override: str, *, sweep: bool = False) -> str:
     if bare in FREE_SECTIONS and value == "null":
         return f"~{bare}"  # Hydra's way to choose none of a group
     value = quote_text(bare, value)
-    found = None if sweep else SCHEDULER_OPTIONS.fullmatch(f"{bare}={value}")
-    value = f"'{value}'" if found and set(value) & set(",[]|&()*") else _quoted_home(value)
+    match = None if sweep else SCHEDULER_OPTIONS.fullmatch(f"{bare}={value}")
+    value = f"'{value}'" if match and set(value) & set(",[]|&()*") else _quoted_home(value)
     if bare.startswith(tuple(f"{table}." for table in FREE_TABLES)) or (
         bare in FREE_TABLES and value.lstrip().startswith("{")
     ):

@@ -64,15 +64,15 @@ def _expand_home(text: str) -> str:
     return str(Path(text).expanduser()) if text.startswith("~/") else text
 
 
-def _resolve_section(found: DictConfig, key: Any) -> Any:
+def _resolve_section(composition: DictConfig, key: Any) -> Any:
     """Return a section with its interpolations resolved; in `job`, the run's folder stays open."""
-    node = found[key]
+    node = composition[key]
     if not OmegaConf.is_config(node):
         return node
     if key == "job" and "${run.dir}" in str(OmegaConf.to_container(node, resolve=False)):
-        found = copy.deepcopy(found)
-        OmegaConf.update(found, "run.dir", RUN_FOLDER)
-        node = found[key]
+        composition = copy.deepcopy(composition)
+        OmegaConf.update(composition, "run.dir", RUN_FOLDER)
+        node = composition[key]
     values: Any = OmegaConf.to_container(node, resolve=True)
     if key == "cluster":  # no shell expands these two
         paths = ("environment", "container")
@@ -100,31 +100,31 @@ def refuse_missing(values: Mapping[str, Any]) -> None:
             raise ConfigError(f"{key} is ???, so it has to be set: {key}=VALUE")
 
 
-def refuse_null_in_text(found: DictConfig, values: Mapping[str, Any]) -> None:
+def refuse_null_in_text(composition: DictConfig, values: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for a text such as `${run.name}/log` whose `run.name` is null."""
     suspects = [key for key, value in flat(values) if any("None" in t for t in _texts(value))]
-    raw: Any = OmegaConf.to_container(found, resolve=False) if suspects else {}
+    raw: Any = OmegaConf.to_container(composition, resolve=False) if suspects else {}
     typed = dict(flat(raw))
     for key in suspects:
         text = str(typed.get(key))
         for name in re.findall(r"(?<!\\)\$\{([A-Za-z_][\w.]*)\}", text):
-            if OmegaConf.select(found, name) is None:
+            if OmegaConf.select(composition, name) is None:
                 raise ConfigError(f"{key}={text}: {name} is null; set it, or leave {key} out")
 
 
-def resolve(found: DictConfig) -> dict[str, Any]:
+def resolve(composition: DictConfig) -> dict[str, Any]:
     """Return a composition as plain values, without `hydra`.
 
     Raises:
         ConfigError: a text holds a null, or a value is `???`.
     """
-    sections = [str(key) for key in found if key != "hydra"]
+    sections = [str(key) for key in composition if key != "hydra"]
     values = {
-        key: "???" if OmegaConf.is_missing(found, key) else _resolve_section(found, key)
+        key: "???" if OmegaConf.is_missing(composition, key) else _resolve_section(composition, key)
         for key in sections
     }
     refuse_missing(values)
-    refuse_null_in_text(found, values)
+    refuse_null_in_text(composition, values)
     return values
 
 
@@ -159,18 +159,18 @@ def _is_value(override: Override) -> bool:
     return plain and not chooses and not override.is_delete()
 
 
-def _is_shareable(found: DictConfig, parsed: Sequence[Override]) -> bool:
+def _is_shareable(composition: DictConfig, parsed: Sequence[Override]) -> bool:
     """Return True if other values of the overrides that `_is_value` could change nothing but their
     own keys in this composition.
     """
-    raw: Any = OmegaConf.to_container(found, resolve=False)
+    raw: Any = OmegaConf.to_container(composition, resolve=False)
     composed = dict(flat(raw))
     sweep = str(raw["hydra"]["sweep"])
     identity = str([composed.get(key) for key in IDENTITY])
     if OTHER_OF_HYDRA.search(str({**raw, "hydra": sweep})) or "${." in sweep or "${" in identity:
         return False
     # A text without a dot in its key chooses a file, which comes before all values.
-    stated = [
+    prefixes = [
         f"{o.key_or_group}."
         for o in parsed
         if "." in o.key_or_group or not isinstance(o.value(), str)
@@ -179,14 +179,14 @@ def _is_shareable(found: DictConfig, parsed: Sequence[Override]) -> bool:
         value = composed.get(key)
         if value is None or isinstance(value, dict | list) or "${" in str(value):
             return False
-        overlapping = [o for o in stated if o.startswith(f"{key}.") or f"{key}.".startswith(o)]
+        overlapping = [o for o in prefixes if o.startswith(f"{key}.") or f"{key}.".startswith(o)]
         if len(overlapping) > 1:
             return False
     return True
 
 
 class Composer:
-    """Composes what one command line asks for, and the points of its sweep.
+    """Composes the configuration of one command line, and the points of its sweep.
 
     Raises:
         ConfigError: `--config-dir` is no folder.
@@ -194,11 +194,11 @@ class Composer:
 
     def __init__(self, line: CommandLine) -> None:
         self.line = line
-        self.params: list[str] = []  # what the configuration itself sweeps over
+        self.params: list[str] = []  # the sweeps in the configuration itself
         self.searches = False  # whether trials are drawn by the results of earlier ones
         self.run_dir: str | None = None  # as stated for all points of a sweep, with interpolations
         self.loader = Loader(line.config_dir)
-        self._shared: dict[tuple[str | None, ...], DictConfig] = {}  # see `_point`
+        self._shared: dict[tuple[str | None, ...], DictConfig] = {}  # see `point`
         register_resolver("sweep_name", lambda: self._sweep_name)
 
     @cached_property
@@ -210,7 +210,7 @@ class Composer:
             return self.loader.sweep_name(self.overrides, self.line)
 
     def compose(self) -> Composed:
-        """Compose the configuration of a run, or what all points of a sweep share.
+        """Compose the configuration of a run, or the part that all points of a sweep share.
 
         Raises:
             ConfigError: the configuration cannot be composed.
@@ -219,34 +219,34 @@ class Composer:
         with config_errors():
             refuse_unused(self.line.overrides)
             self.loader.refuse_unusable_sweeps(self.overrides)
-            found = self.load(self.overrides, mode)
-            stated = OmegaConf.select(found, "hydra.mode")
-            if stated == RunMode.RUN and self.line.multirun:
+            composition = self.load(self.overrides, mode)
+            configured_mode = OmegaConf.select(composition, "hydra.mode")
+            if configured_mode == RunMode.RUN and self.line.multirun:
                 raise ConfigError("-m asks for a sweep, but hydra.mode=RUN for none; leave one out")
-            sweeps = self.line.multirun or stated == RunMode.MULTIRUN
+            sweeps = self.line.multirun or configured_mode == RunMode.MULTIRUN
             if not sweeps:
                 self.loader.validate_sweep_overrides_legal(
                     self.loader.parse(self.overrides), RunMode.RUN, from_shell=True
                 )
-            own_run: Any = OmegaConf.to_container(found.hydra.run, resolve=False)
+            own_run: Any = OmegaConf.to_container(composition.hydra.run, resolve=False)
             if own_run["dir"] != RUN_DIR_OF_HYDRA:
                 raise ConfigError(
                     f"hydra.run.dir={own_run['dir']} means nothing here: a run's folder is run.dir"
                 )
-            if found.hydra.sweeper.get("_target_") != BASIC_SWEEPER:
+            if composition.hydra.sweeper.get("_target_") != BASIC_SWEEPER:
                 raise ConfigError("another hydra/sweeper is not available; try sweep.search=tpe")
-            self.searches = OmegaConf.select(found, "sweep.search") not in (None, "none")
-            stated_run: Any = OmegaConf.to_container(found.run, resolve=False)
-            self.run_dir = stated_run["dir"]
+            self.searches = OmegaConf.select(composition, "sweep.search") not in (None, "none")
+            run_section: Any = OmegaConf.to_container(composition.run, resolve=False)
+            self.run_dir = run_section["dir"]
             if self.searches and not sweeps and not self.line.cfg:
                 raise ConfigError("sweep.search chooses the points of a sweep, so it needs -m")
-            params = found.hydra.sweeper.get("params") or {}
+            params = composition.hydra.sweeper.get("params") or {}
             self.params = [to_hydra(f"{key}={value}") for key, value in params.items()]
-            HydraConfig.instance().set_config(found)  # for ${hydra:…}
+            HydraConfig.instance().set_config(composition)  # for ${hydra:…}
             # In a sweep only points run, and values may refer to swept ones, not set here.
             points_only = self.line.multirun or (sweeps and not self.line.cfg)
-            values = {} if points_only else resolve(found)
-            return self._composed(found, self.line.overrides, values, sweeps=sweeps)
+            values = {} if points_only else resolve(composition)
+            return self._composed(composition, self.line.overrides, values, sweeps=sweeps)
 
     @property
     def overrides(self) -> list[str]:
@@ -269,10 +269,10 @@ class Composer:
         """
         with config_errors():
             self.loader.refuse_sweep(self.stated)
-            [found] = BasicSweeper.split_arguments(self.loader.parse(self.stated), None)
-        return found
+            [combinations] = BasicSweeper.split_arguments(self.loader.parse(self.stated), None)
+        return combinations
 
-    def point(self, number: int, given: Sequence[str]) -> Composed:
+    def point(self, number: int, typed_overrides: Sequence[str]) -> Composed:
         """Compose a point of the sweep, or set its values in the composition of an earlier one.
 
         Hydra takes a tenth of a second to compose. Points share a composition if they differ in
@@ -281,22 +281,22 @@ class Composer:
         Raises:
             ConfigError: it cannot be composed.
         """
-        overrides = [to_hydra(override) for override in given]
+        overrides = [to_hydra(override) for override in typed_overrides]
         with config_errors():
             parsed = self.loader.parse(overrides)
             kind = tuple(o.get_key_element() if _is_value(o) else o.input_line for o in parsed)
             shared = self._shared.get(kind)
-            found = self.load(overrides, RunMode.RUN) if shared is None else shared
-            with read_write(found.hydra), open_dict(found.hydra.job):
-                found.hydra.job.num, found.hydra.job.id = number, str(number)
+            composition = self.load(overrides, RunMode.RUN) if shared is None else shared
+            with read_write(composition.hydra), open_dict(composition.hydra.job):
+                composition.hydra.job.num, composition.hydra.job.id = number, str(number)
             if shared is not None:
                 for override in filter(_is_value, parsed):
-                    OmegaConf.update(found, override.key_or_group, override.value())
+                    OmegaConf.update(composition, override.key_or_group, override.value())
             else:
-                HydraConfig.instance().set_config(found)  # a copy, for ${hydra:…}
-                if len(self._shared) < MAX_SHARED and _is_shareable(found, parsed):
-                    self._shared[kind] = found
-            return self._composed(found, overrides, resolve(found))
+                HydraConfig.instance().set_config(composition)  # a copy, for ${hydra:…}
+                if len(self._shared) < MAX_SHARED and _is_shareable(composition, parsed):
+                    self._shared[kind] = composition
+            return self._composed(composition, overrides, resolve(composition))
 
     def load(self, overrides: Sequence[str], mode: RunMode) -> DictConfig:
         """Compose; where no job or no optimizer is stated, choose the shipped default.
@@ -304,24 +304,25 @@ class Composer:
         Args:
             overrides: as Hydra takes them.
         """
-        given = list(overrides)
         # Keys of a default can be deleted only once it is chosen.
-        deletions = [o for o in given if o.startswith(("~job.", "~optimizer."))]
-        found = self._loaded([o for o in given if o not in deletions], mode)
-        defaults = self._defaults(found, {key_of(o) for o in given})
-        return self._loaded([*given, *defaults], mode) if defaults or deletions else found
+        deletions = [o for o in overrides if o.startswith(("~job.", "~optimizer."))]
+        composition = self._loaded([o for o in overrides if o not in deletions], mode)
+        defaults = self._defaults(composition, {key_of(o) for o in overrides})
+        if not (defaults or deletions):
+            return composition
+        return self._loaded([*overrides, *defaults], mode)
 
     def _loaded(self, overrides: list[str], mode: RunMode) -> DictConfig:
         name = self.line.config_name
         try:
-            found = self.loader.load_configuration(
+            composition = self.loader.load_configuration(
                 name, overrides, mode, validate_sweep_overrides=False
             )
         except ConfigCompositionException:
             if overrides:  # they may fail for want of the keys that base defines
                 self._loaded([], mode)
             raise
-        if OmegaConf.get_type(found) is not Config:
+        if OmegaConf.get_type(composition) is not Config:
             own = Path(self.line.config_dir or "", "base.yaml").expanduser()
             if self.line.config_dir and own.exists():
                 raise ConfigError(
@@ -331,14 +332,14 @@ class Composer:
                 f"the primary configuration '{name}.yaml' does not extend base, which defines "
                 "every key; begin it with: defaults: [base, _self_]"
             )
-        return found
+        return composition
 
-    def _defaults(self, found: DictConfig, typed: Collection[str]) -> list[str]:
+    def _defaults(self, composition: DictConfig, typed: Collection[str]) -> list[str]:
         """Return choices of the shipped job and optimizer for a composition that names none."""
-        listed = OmegaConf.select(found, "hydra.runtime.choices") or {}
-        job = OmegaConf.select(found, "job") or {}
-        optimizer = OmegaConf.select(found, "optimizer") or {}
-        target = OmegaConf.select(found, "job._target_")
+        listed = OmegaConf.select(composition, "hydra.runtime.choices") or {}
+        job = OmegaConf.select(composition, "job") or {}
+        optimizer = OmegaConf.select(composition, "optimizer") or {}
+        target = OmegaConf.select(composition, "job._target_")
         chosen: list[str] = []
         if not (target or "command" in job or "job" in typed) and "job" in listed:
             chosen.append("job=digits")
@@ -350,20 +351,21 @@ class Composer:
 
     def _composed(
         self,
-        found: DictConfig,
+        composition: DictConfig,
         overrides: Sequence[str],
         values: dict[str, Any],
         *,
         sweeps: bool = False,
     ) -> Composed:
-        sweep = found.hydra.sweep
+        sweep = composition.hydra.sweep
         return Composed(
             values=values,
             overrides=tuple(overrides),
             flags=self.line.flags,
             sweeps=sweeps,
             point_folder=Path(
-                sweep.dir, "" if OmegaConf.is_missing(found.hydra.job, "num") else str(sweep.subdir)
+                sweep.dir,
+                "" if OmegaConf.is_missing(composition.hydra.job, "num") else str(sweep.subdir),
             ),
         )
 
@@ -371,7 +373,7 @@ class Composer:
 def compose(
     overrides: Sequence[str], config_dir: str | None = None, config_name: str = PRIMARY
 ) -> Config:
-    """Compose the configuration of a run, or what all points of a sweep have in common."""
+    """Compose the configuration of a run, or the part that all points of a sweep share."""
     check_overrides(overrides)
     line = CommandLine(overrides=tuple(overrides), config_dir=config_dir, config_name=config_name)
     return Composer(line).compose().config()
@@ -380,8 +382,8 @@ def compose(
 def print_help(composer: Composer) -> None:
     """Print how to start a run, and the choices of each group, whatever else is typed."""
     with config_errors():
-        found = composer.load([], RunMode.RUN)
-    sys.stdout.write(f"{found.hydra.help.header}\n\nChoices (as in job=digits):\n")
+        composition = composer.load([], RunMode.RUN)
+    sys.stdout.write(f"{composition.hydra.help.header}\n\nChoices (as in job=digits):\n")
     for group in sorted(composer.loader.list_groups("")):
         if group != "hydra":
             choices = composer.loader.get_group_options(group)

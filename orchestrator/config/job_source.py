@@ -193,11 +193,11 @@ def _find(dotted: str, depth: int = 8) -> ast.stmt | ClassSource | None:
     for spelled, dotted_base in _bases(node, module, module_name):
         if dotted_base in OWN_BASES:  # its members are defaults, which a plan knows
             continue
-        found = _find(dotted_base, depth - 1)
-        if isinstance(found, ClassSource):
-            members = {**found.members, **members}
-            complete &= found.complete
-            decorated |= found.decorated
+        base = _find(dotted_base, depth - 1)
+        if isinstance(base, ClassSource):
+            members = {**base.members, **members}
+            complete &= base.complete
+            decorated |= base.decorated
         else:
             complete &= spelled.rpartition(".")[2] in BASES_WITHOUT_MEMBERS
     return ClassSource(members, complete, decorated)
@@ -216,8 +216,8 @@ def _bases(
 
 def find_class(dotted: str) -> ClassSource | None:
     """Find a class by its dotted name; None if there is none, or its source does not tell."""
-    found = _find(dotted)
-    return found if isinstance(found, ClassSource) else None
+    source = _find(dotted)
+    return source if isinstance(source, ClassSource) else None
 
 
 def missing_class(dotted: str, key: str) -> str | None:
@@ -251,8 +251,8 @@ def _names_module(dotted: str, key: str) -> str | None:
         return None
     module = load_module(dotted)
     names = module.names.items() if module else ()
-    one = next((name for name, node in names if isinstance(node, ast.ClassDef)), None)
-    example = f", as in {dotted}.{one}" if one else ""
+    class_name = next((name for name, node in names if isinstance(node, ast.ClassDef)), None)
+    example = f", as in {dotted}.{class_name}" if class_name else ""
     return f"{key}={dotted} is a module; name a class in it{example}"
 
 
@@ -284,7 +284,7 @@ class TargetFacts:
 
 @cached
 def check_target(dotted: str) -> TargetFacts:
-    """Check that the class of `job._target_` exists, and read what a plan needs to know of it.
+    """Check that the class of `job._target_` exists, and read the facts that a plan needs.
 
     Raises:
         JobError: the module or class does not exist, or the name means no class.
@@ -298,34 +298,34 @@ def check_target(dotted: str) -> TargetFacts:
         raise JobError(f"job._target_={dotted} is a part of Python, not a job")
     if isinstance(_find(dotted), Definition):
         raise JobError(f"job._target_={dotted} is a function; it must be a class")
-    found = find_class(dotted)
-    if found is None:
+    source = find_class(dotted)
+    if source is None:
         return TargetFacts()
-    names = getattr(found.members.get("metric_names"), "value", None)
-    default = "torch" if found.complete else None
+    names = getattr(source.members.get("metric_names"), "value", None)
+    default = "torch" if source.complete else None
     return TargetFacts(
-        framework=found.constant("framework") if "framework" in found.members else default,
+        framework=source.constant("framework") if "framework" in source.members else default,
         metric_count=len(names.elts) if isinstance(names, ast.Tuple | ast.List) else None,
-        coupled=found.members.keys() >= set(COUPLED_METHODS),
-        own_optimizer=_builds_optimizer(found),
-        own_rate=isinstance(found.members.get("learning_rate"), Definition),
-        talks_in_window=bool(found.constant("talks_in_window")),
+        coupled=source.members.keys() >= set(COUPLED_METHODS),
+        own_optimizer=_builds_optimizer(source),
+        own_rate=isinstance(source.members.get("learning_rate"), Definition),
+        talks_in_window=bool(source.constant("talks_in_window")),
     )
 
 
-def check_constructor(dotted: str, given: Collection[str]) -> None:
+def check_constructor(dotted: str, arguments: Collection[str]) -> None:
     """Check the arguments of a job, `job.*`, by the source of its constructor, if that tells.
 
     Raises:
         JobError: one that it does not take, or one that it needs is absent.
     """
-    found = find_class(dotted)
-    if found is None or found.decorated or "__new__" in found.members:
+    source = find_class(dotted)
+    if source is None or source.decorated or "__new__" in source.members:
         return
-    method = found.members.get("__init__")
+    method = source.members.get("__init__")
     if not isinstance(method, ast.FunctionDef):
-        if found.complete and method is None:
-            refuse_arguments(dotted, given, {}, takes_any=False)
+        if source.complete and method is None:
+            refuse_arguments(dotted, arguments, {}, takes_any=False)
         return
     if method.decorator_list:
         return
@@ -335,38 +335,38 @@ def check_constructor(dotted: str, given: Collection[str]) -> None:
     known = {item.arg: number < needed for number, item in enumerate(positional)}
     named = zip(listed.kwonlyargs, listed.kw_defaults, strict=True)
     known |= {item.arg: default is None for item, default in named}
-    refuse_arguments(dotted, given, known, takes_any=listed.kwarg is not None)
+    refuse_arguments(dotted, arguments, known, takes_any=listed.kwarg is not None)
 
 
 def refuse_arguments(
-    dotted: str, given: Collection[str], known: Mapping[str, bool], *, takes_any: bool
+    dotted: str, arguments: Collection[str], known: Mapping[str, bool], *, takes_any: bool
 ) -> None:
     """Raise `JobError` for arguments that a job's constructor does not take, or lacks.
 
     Args:
-        given: without `_target_`.
+        arguments: the keys of `job`, without `_target_`.
         known: by name whether it is needed.
         takes_any: it has `**kwargs`.
     """
-    for key in given:
+    for key in arguments:
         if key not in known and not takes_any:
             hint = did_you_mean(key, [*known])
             raise JobError(f"{dotted} takes no argument '{key}' (from job.{key}){hint}")
     for key, needed in known.items():
-        if needed and key not in given:
+        if needed and key not in arguments:
             raise JobError(f"{dotted} needs the argument '{key}'; add job.{key}=…")
 
 
 def builds_optimizer(dotted: str) -> bool | None:
     """Tell whether the job of this name builds its own optimizer; None if its source does not."""
-    found = find_class(dotted)
-    return _builds_optimizer(found) if found else None
+    source = find_class(dotted)
+    return _builds_optimizer(source) if source else None
 
 
-def _builds_optimizer(found: ClassSource) -> bool | None:
-    method = found.members.get("optimizer")
+def _builds_optimizer(source: ClassSource) -> bool | None:
+    method = source.members.get("optimizer")
     if method is None:
-        return False if found.complete else None
+        return False if source.complete else None
     # A method that may return None leaves the choice to the configuration.
     returned = [ast.unparse(n.value or n) for n in ast.walk(method) if isinstance(n, ast.Return)]
     ends = isinstance(method, Definition) and isinstance(method.body[-1], ast.Return | ast.Raise)
@@ -381,7 +381,7 @@ MOST_NAMED = 200
 
 
 def check_program(program: ProgramConfig) -> None:
-    """Refuse what cannot be started. Raises `JobError`."""
+    """Refuse a program that cannot be started. Raises `JobError`."""
     target = program.target
     if program.is_module:
         spec = find_module(target)
@@ -432,16 +432,14 @@ def is_this_python(word: str) -> bool:
     >>> is_this_python(sys.executable), is_this_python("train.py")
     (True, False)
     """
-    found = shutil.which(word) if Path(word).name.startswith(PYTHONS) else None
-    return found is not None and Path(found).resolve() == Path(sys.executable).resolve()
+    path = shutil.which(word) if Path(word).name.startswith(PYTHONS) else None
+    return path is not None and Path(path).resolve() == Path(sys.executable).resolve()
 
 
 def _check_python(spelled: str, path: Path) -> None:
     """Check that a script is Python, as every rank would find out."""
     try:
-        with warnings.catch_warnings(
-            action="ignore"
-        ):  # Python repeats them when it runs the script
+        with warnings.catch_warnings(action="ignore"):  # Python repeats them in the run
             ast.parse(path.read_bytes(), spelled)
     except (SyntaxError, ValueError) as error:
         at = f"line {error.lineno}: " if isinstance(error, SyntaxError) and error.lineno else ""
@@ -470,5 +468,5 @@ def _describe_missing(spelled: str, path: Path) -> str:
         names = [entry.name for entry in os.scandir(path.parent)][:MOST_NAMED]
     except OSError:  # the folder is not there either
         return f"{sentence}: there is no folder {path.parent}"
-    found = nearest(path.name, names)
-    return sentence + (f"; did you mean {path.with_name(found)}?" if found else "")
+    name = nearest(path.name, names)
+    return sentence + (f"; did you mean {path.with_name(name)}?" if name else "")

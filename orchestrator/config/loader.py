@@ -95,10 +95,12 @@ class UserFirstSearchPath(ConfigSearchPathImpl):
 
     def append(self, provider: str, path: str, anchor: SearchPathQuery | None = None) -> None:
         del anchor  # none is given
-        found = self.get_path()
-        last = found[-1].provider if found else None
-        index = len(found) - 1 if last == SHIPPED and provider != "schema" else len(found)
-        found.insert(index, SearchPathElement(provider, path))
+        elements = self.get_path()
+        last = elements[-1].provider if elements else None
+        index = len(elements)
+        if last == SHIPPED and provider != "schema":
+            index -= 1
+        elements.insert(index, SearchPathElement(provider, path))
 
 
 def search_path(config_dir: str | None) -> UserFirstSearchPath:
@@ -136,15 +138,15 @@ _AS_HERE = {
     "hydra/job_logging": "none",
     "hydra/hydra_logging": "none",
 }
-"""Settings that say what is done anyway."""
+"""Settings of Hydra's that ask for the only behaviour here."""
 
 
-def _refuse_overridden(found: ConfigResult, name: str) -> None:
+def _refuse_overridden(result: ConfigResult, name: str) -> None:
     """Raise `ConfigError` for a file that extends another, and yields to it in all that it sets."""
     own = False
-    for default in found.defaults_list or ():
+    for default in result.defaults_list or ():
         path = default.path if isinstance(default, ConfigDefault) else None
-        if own and path is not None and found.config:
+        if own and path is not None and result.config:
             raise ConfigError(
                 f"{name}: its defaults list {path} after _self_, so that {path} would override the "
                 f"file's own settings; write _self_ after {path}"
@@ -162,32 +164,32 @@ class Repository(ConfigRepository):
             ConfigError: it has settings of Hydra's that would be ignored, or values that YAML reads
                 in another way than they look.
         """
-        found = super().load_config(config_path)
-        if found is None or found.provider in (SHIPPED, "hydra", "schema"):
-            return found
-        if not OmegaConf.is_dict(found.config):
-            return found
-        scheme, _, folder = found.path.partition("://")
+        result = super().load_config(config_path)
+        if result is None or result.provider in (SHIPPED, "hydra", "schema"):
+            return result
+        if not OmegaConf.is_dict(result.config):
+            return result
+        scheme, _, folder = result.path.partition("://")
         name = config_path if config_path.endswith(".yaml") else f"{config_path}.yaml"
         group = str(Path(config_path).parent).replace("/", ".").strip(".")
-        package = found.header.get("package") or "_group_"
+        package = result.header.get("package") or "_group_"
         package = package.replace("_group_", group).replace("_global_", "").strip(".")
-        self._refuse_unused(found, package, name)
-        _refuse_overridden(found, name)
+        self._refuse_unused(result, package, name)
+        _refuse_overridden(result, name)
         if scheme == "file":
             text = Path(folder, name).read_text(encoding="utf-8")
         else:
             text = resources.files(folder).joinpath(name).read_text(encoding="utf-8")
-        TypedFile(found.config, text, package, name).keep_text()
-        return found
+        TypedFile(result.config, text, package, name).keep_text()
+        return result
 
-    def _refuse_unused(self, found: ConfigResult, package: str, name: str) -> None:
+    def _refuse_unused(self, result: ConfigResult, package: str, name: str) -> None:
         """Raise `ConfigError` for a file's settings of Hydra's that would be ignored."""
-        values: Any = OmegaConf.to_container(found.config, resolve=False)
+        values: Any = OmegaConf.to_container(result.config, resolve=False)
         settings = [(f"{package}.{key}".lstrip("."), value) for key, value in flat(values)]
         settings += [
             (str(default.group), default.value)
-            for default in found.defaults_list or ()
+            for default in result.defaults_list or ()
             if isinstance(default, GroupDefault)
         ]
         unused = [
@@ -280,12 +282,13 @@ class Loader(ConfigLoaderImpl):
         """
         parsed = self.parse(overrides)
         swept = sorted({o.key_or_group for o in parsed if o.is_sweep_override()})
-        stated = [o for o in parsed if not o.is_sweep_override()]
+        settings = [o for o in parsed if not o.is_sweep_override()]
         outside = ("run", *OF_THE_SWEEP)
-        fixed = [o for o in stated if o.key_or_group.split(".")[0] not in outside]
-        if any(o.key_or_group == "sweep.search" for o in stated):  # what it may choose is all of it
+        fixed = [o for o in settings if o.key_or_group.split(".")[0] not in outside]
+        # More values make more points of the same grid, but another search space is another search.
+        if any(o.key_or_group == "sweep.search" for o in settings):
             fixed += [o for o in parsed if o.is_sweep_override()]
-            fixed += [o for o in stated if o.key_or_group in SEARCH_KEYS]
+            fixed += [o for o in settings if o.key_or_group in SEARCH_KEYS]
         lines = sorted(str(o.input_line) for o in fixed)
         own = str(Path(line.config_dir).absolute()) if line.config_dir else ""
         made_of = repr((swept, lines, line.config_name, own))

@@ -1,4 +1,4 @@
-"""Clear messages for what Hydra and OmegaConf raise."""
+"""Clear messages for the errors of Hydra and OmegaConf."""
 
 from __future__ import annotations
 
@@ -36,9 +36,8 @@ def config_errors() -> Generator[None]:
             if _SIGN_IN_YAML.search(str(error.problem)):
                 sentence += "; a text that begins with such a sign is put in quotes"
         else:
-            found = _cycle(error) or _value_of_group(error) or _in_file(error)
-            found = found or _known(str(error))
-            sentence = found or _reason(error)
+            sentence = _cycle(error) or _value_of_group(error) or _in_file(error)
+            sentence = sentence or _known(str(error)) or _reason(error)
         raise ConfigError(sentence) from error
 
 
@@ -71,7 +70,7 @@ def no_such_key(key: str) -> str:
     elsewhere = [k for k in known if k.rpartition(".")[2] == leaf]
     tail = did_you_mean(leaf, siblings)
     if nearest(leaf, siblings) is None and (leaf in ELSEWHERE or elsewhere):
-        tail = did_you_mean(found := ELSEWHERE.get(leaf) or elsewhere[0], [found])
+        tail = did_you_mean(suggestion := ELSEWHERE.get(leaf) or elsewhere[0], [suggestion])
     elif elsewhere and leaf not in siblings:
         tail = did_you_mean(elsewhere[0], elsewhere)
     return f"there is no key '{key}'{tail}"
@@ -104,14 +103,14 @@ def describe_conversion(key: str, reason: str) -> str | None:
     'cluster.qos must be a text, but is {}; put a text in quotes'
     """
     for pattern, message in _OF_VALUES.items():
-        if found := re.search(pattern, reason):
-            return f"{key} {message.format(*found.groups(), key=key)}"
-    found = re.match(r"Value '(.*?)' (?:of type '(\w+)' )?could not be converted to (\w+)", reason)
-    if found is None or found[3] not in _KINDS:
+        if match := re.search(pattern, reason):
+            return f"{key} {message.format(*match.groups(), key=key)}"
+    match = re.match(r"Value '(.*?)' (?:of type '(\w+)' )?could not be converted to (\w+)", reason)
+    if match is None or match[3] not in _KINDS:
         return None
-    text = found[1] if found[2] in ("float", "int", "bool") else repr(found[1])
+    text = match[1] if match[2] in ("float", "int", "bool") else repr(match[1])
     hint = f"; try {key}={text[:-2]}" if re.fullmatch(r"-?\d+\.0", text) else ""
-    return f"{key} must be {_KINDS[found[3]]}, but is {text}{hint}"
+    return f"{key} must be {_KINDS[match[3]]}, but is {text}{hint}"
 
 
 _OF_VALUES = {
@@ -140,7 +139,7 @@ _OF_VALUES = {
 _UNREADABLE = re.compile(
     r"LexerNoViableAlt|token recognition|mismatched input|extraneous input|no viable alternative"
 )
-"""In what ANTLR says of a line that it cannot parse, in names of its own."""
+"""Phrases of ANTLR's messages, which name its own rules, on a line that it cannot parse."""
 
 # Patterns of Hydra's and OmegaConf's errors, and our messages for them.
 MESSAGES = {
@@ -183,12 +182,12 @@ MESSAGES = {
 
 def _known(text: str) -> str | None:
     for pattern, message in MESSAGES.items():
-        if found := re.search(pattern, text):
-            return message.format(*found.groups())
-    if found := re.search(r"Could not override '([^']+)'", text):
-        return no_such_key(found[1])
-    if found := re.search(r"Could not (?:find|load) '([^']+?)(?:/([^'/]+))?'", text):
-        group, choice = found.groups()
+        if match := re.search(pattern, text):
+            return message.format(*match.groups())
+    if match := re.search(r"Could not override '([^']+)'", text):
+        return no_such_key(match[1])
+    if match := re.search(r"Could not (?:find|load) '([^']+?)(?:/([^'/]+))?'", text):
+        group, choice = match.groups()
         if choice is None:
             return f"there is no configuration '{group}'"
         offered = re.findall(r"^\t(?!provider=)(\S+)$", text, flags=re.MULTILINE)
@@ -217,17 +216,17 @@ def _cycle(error: BaseException) -> str | None:
 
 def _value_of_group(error: BaseException) -> str | None:
     """Return a sentence about a file's `cluster: slurm`, which sets no section, if that is it."""
-    found = re.match(
+    match = re.match(
         r"In '([^']+)': [\s\S]*(?:is not a subclass of (\w+)Config\. value: (\S+)"
         r"|Cannot assign str to Dict)",
         f"{error}\n{error.__context__}",
     )
-    if found is None:
+    if match is None:
         return None
-    section = (found[2] or getattr(error.__context__, "full_key", None) or "GROUP").lower()
-    choice = f"override {section}: {found[3] or 'NAME'}"
+    section = (match[2] or getattr(error.__context__, "full_key", None) or "GROUP").lower()
+    choice = f"override {section}: {match[3] or 'NAME'}"
     return (
-        f"{found[1]}.yaml: {section} is a section with keys; to choose a file of a group, write in "
+        f"{match[1]}.yaml: {section} is a section with keys; to choose a file of a group, write in "
         f"the file's defaults, after base: {choice}"
     )
 
@@ -237,13 +236,13 @@ def _in_file(error: BaseException) -> str | None:
 
     Hydra raises it while it handles OmegaConf's own error, and states the file in its text alone.
     """
-    cause, found = error.__context__, re.match(r"In '([^']+)': ", str(error))
-    if not (found and isinstance(error, ConfigCompositionException)):
+    cause, match = error.__context__, re.match(r"In '([^']+)': ", str(error))
+    if not (match and isinstance(error, ConfigCompositionException)):
         return None
     key = getattr(cause, "full_key", None)
     if not (key and isinstance(cause, OmegaConfBaseException)):
         return None
-    file, group = f"{found[1]}.yaml", found[1].partition("/")[0]
+    file, group = f"{match[1]}.yaml", match[1].partition("/")[0]
     if isinstance(cause, ConfigKeyError) and key in GROUPS:
         return (
             f"{file} has to begin with the line # @package _global_; else its keys belong to {key}"

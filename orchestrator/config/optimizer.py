@@ -44,14 +44,14 @@ def optimizer_problems(optimizer: Mapping[str, Any]) -> Iterator[str]:
 def _arguments(optimizer: Mapping[str, Any]) -> Iterator[str]:
     """Yield errors in the arguments; those of another class are left to the ranks."""
     name = optimizer.get("name")
-    given = [key for key in optimizer if key not in ("name", "_target_", *RATES)]
+    arguments = [key for key in optimizer if key not in ("name", "_target_", *RATES)]
     for key in optimizer.keys() & set(RATES):
         yield (
             f"optimizer.{key}={optimizer[key]} is not used: the rate is the schedule's; set "
             f"schedule.base_lr={optimizer[key]}"
         )
-    known = ARGUMENTS.get(str(name), given)
-    unknown = [key for key in given if key not in known]
+    known = ARGUMENTS.get(str(name), arguments)
+    unknown = [key for key in arguments if key not in known]
     taker = next((n for n, taken in ARGUMENTS.items() if set(unknown) <= set(taken)), None)
     for key in unknown:
         yield f"{name} takes no '{key}' (from optimizer.{key})" + (
@@ -61,26 +61,28 @@ def _arguments(optimizer: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def base_rate(used: Mapping[str, Any], stated: float | None, job: str) -> float | None:
-    """Return the base of the schedule: the rate of a job's own optimizer, unless one is stated.
+def base_rate(used: Mapping[str, Any], configured_lr: float | None, job: str) -> float | None:
+    """Return the base of the schedule: the rate of a job's own optimizer, unless the configuration
+    sets one.
 
     Args:
         used: the optimizer, as `described`.
-        stated: `schedule.base_lr`.
+        configured_lr: `schedule.base_lr`.
 
     Raises:
         ConfigError: they disagree. A rate of 1.0 and the class's default leave it to the schedule.
     """
-    own, left_open = used.get("lr"), (stated, 1.0, used.get("default_lr"))
+    own, left_open = used.get("lr"), (configured_lr, 1.0, used.get("default_lr"))
     if used["from"] != "the job" or own is None:
-        return stated
-    if stated is not None and own not in left_open:
+        return configured_lr
+    if configured_lr is not None and own not in left_open:
         kind = str(used["class"]).rpartition(".")[2]
         raise ConfigError(
-            f"schedule.base_lr={stated:g}, but {job}.optimizer() builds {kind} with lr={own:g}: "
-            f"leave schedule.base_lr out to train with lr={own:g}, or build it with lr=1.0"
+            f"schedule.base_lr={configured_lr:g}, but {job}.optimizer() builds {kind} with "
+            f"lr={own:g}: leave schedule.base_lr out to train with lr={own:g}, or build it with "
+            f"lr=1.0"
         )
-    return own if stated is None else stated
+    return own if configured_lr is None else configured_lr
 
 
 def _number(value: Any) -> float | None:
@@ -93,7 +95,7 @@ def _number(value: Any) -> float | None:
 
 
 def described(optimizer: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what steps the weights, for environment.json and result.json.
+    """Describe the optimizer, for environment.json and result.json.
 
     Args:
         settings: the configuration's `optimizer`, empty where the job builds its own.
@@ -125,9 +127,9 @@ def check_builder(optimizer: Mapping[str, Any], target: str, *, own: bool | None
         ConfigError: with both ways out.
     """
     if own and optimizer:
-        stated = str(optimizer.get("_target_") or optimizer.get("name"))
+        name = str(optimizer.get("_target_") or optimizer.get("name"))
         raise ConfigError(
-            f"{target} builds its own optimizer, so optimizer={stated} would not be used. Leave "
+            f"{target} builds its own optimizer, so optimizer={name} would not be used. Leave "
             f"optimizer out, or if you did not state it, add optimizer=null: the job's own is "
             f"kept, with the learning rates of its parameter groups (each in its ratio to "
             f"schedule.base_lr); or take optimizer() out of the job"

@@ -46,7 +46,7 @@ class ProgramConfig:
     """
 
     command: tuple[str, ...]
-    # They do not count in comparisons: what a program's files say holds for all arguments.
+    # Not compared: facts from a program's files hold whatever its arguments.
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False)
     resume_arguments: tuple[str, ...] = ()
     argument_style: str = "equals"
@@ -92,7 +92,7 @@ def with_newest_files(argv: Sequence[str]) -> list[str]:
 
     A pattern is as in a shell, from the working directory.
     """
-    found: list[str] = []
+    arguments: list[str] = []
     for argument in argv:
         text = argument
         if pattern := NEWEST.search(argument):
@@ -101,8 +101,8 @@ def with_newest_files(argv: Sequence[str]) -> list[str]:
                 return []
             newest = max(files, key=lambda name: Path(name).stat().st_mtime)
             text = argument.replace(pattern[0], newest)
-        found.append(text)
-    return found
+        arguments.append(text)
+    return arguments
 
 
 def is_program(job: Mapping[str, Any]) -> bool:

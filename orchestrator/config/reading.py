@@ -140,11 +140,11 @@ def _sections(schema: type) -> dict[str, type | None]:
     return {name: type(v) if is_dataclass(v) else None for name, v in usual.items()}
 
 
-def unknown_keys(found: Mapping[str, Any], schema: type = Config, prefix: str = "") -> list[str]:
+def unknown_keys(settings: Mapping[str, Any], schema: type = Config, prefix: str = "") -> list[str]:
     """Return a sentence for every key that the schema does not have, at any level."""
     known = _sections(schema)
     sentences: list[str] = []
-    for key, value in found.items():
+    for key, value in settings.items():
         if key not in known:
             sentences.append(f"there is no key '{prefix}{key}'{did_you_mean(str(key), known)}")
         elif (section := known[key]) is not None and isinstance(value, Mapping):

@@ -72,7 +72,7 @@ def _is_as_python_writes_it(text: str, value: Any) -> bool:
 
 
 def _time_limit(text: str) -> str:
-    """Return a time limit in minutes, of what begins as one; anything else as it is."""
+    """Return a text that begins as a time limit in minutes; any other text unchanged."""
     if not re.fullmatch(r"\d[\w:.-]*", text):
         return text
     return str(int(text) if text.isdigit() else time_limit_min(text, TIME_LIMIT))
@@ -89,7 +89,7 @@ _SCALARS = re.compile(rf"(^|[,(\[]\s*|:\s+)({_READ_OTHERWISE})(?=\s*(?:$|[,)\]}}
 
 
 def quote_text(key: str, value: str) -> str:
-    """Return the value of an override with quotes where Hydra would not read what was typed.
+    """Return the value of an override, in quotes where Hydra would read another value.
 
     >>> quote_text("cluster.account", "1e3"), quote_text("cluster.qos", "1e3,on,2")
     ("'1e3'", "'1e3',on,2")
@@ -107,11 +107,11 @@ def quote_text(key: str, value: str) -> str:
     if not (is_text or is_table or _holds_words(key)) or re.match(r"(?:range|interval)\(", value):
         return value
 
-    def quoted(found: re.Match[str]) -> str:
-        text = found[2]
+    def quoted(match: re.Match[str]) -> str:
+        text = match[2]
         is_boolean = text.lower() in ("true", "false")
         bare = not is_text if is_boolean else _is_as_python_writes_numbers(text)
-        return found[0] if bare else f"{found[1]}'{text}'"
+        return match[0] if bare else f"{match[1]}'{text}'"
 
     return _SCALARS.sub(quoted, value)
 
@@ -151,7 +151,7 @@ class TypedFile:
         self._config, self._text, self._package, self._name = config, text, package, name
 
     def keep_text(self) -> None:
-        """Set the texts in the configuration to what the file says.
+        """Set the texts in the configuration to those of the file.
 
         Raises:
             ConfigError: a number, or a key, in a form that YAML reads otherwise, or a time limit in
@@ -164,16 +164,16 @@ class TypedFile:
     def _keep_in(self, config: Any, node: yaml.MappingNode | yaml.SequenceNode, key: str) -> None:
         is_list = isinstance(node, yaml.SequenceNode)
         for place, inner in self._parts(node):
-            found = config._get_node(place)  # noqa: SLF001  # the node, whatever it says
-            if found is None:
+            config_node = config._get_node(place)  # noqa: SLF001  # the node itself, unresolved
+            if config_node is None:
                 continue  # a number as a key, say, which no key of ours is
             dotted = key if is_list else f"{key}.{place}".lstrip(".")
             if isinstance(inner, yaml.ScalarNode):
-                value = self._typed_value(dotted, inner, found, in_list=is_list)
+                value = self._typed_value(dotted, inner, config_node, in_list=is_list)
                 if value is not None:
                     config[place] = value
-            elif OmegaConf.is_config(found):
-                self._keep_in(found, inner, dotted)
+            elif OmegaConf.is_config(config_node):
+                self._keep_in(config_node, inner, dotted)
 
     def _parts(self, node: Any) -> Iterator[tuple[Any, Any]]:
         """Yield the keys (or numbers) of a mapping or sequence, with their nodes."""
@@ -195,9 +195,9 @@ class TypedFile:
             yield key.value, inner
 
     def _typed_value(
-        self, key: str, node: yaml.ScalarNode, found: Any, *, in_list: bool
+        self, key: str, node: yaml.ScalarNode, config_node: Any, *, in_list: bool
     ) -> str | int | None:
-        """Return the value to set in the place of what YAML reads; None: it stays."""
+        """Return the value that replaces YAML's; None: YAML's stays."""
         text: str = node.value
         if text == "" and self._text[node.start_mark.index :].startswith("&"):
             word = self._text[node.start_mark.index :].split()[0]
@@ -205,7 +205,7 @@ class TypedFile:
                 f"{self._at(node)}: {key}: {word} names a value for YAML, but there is none; write "
                 f"'{word}' in quotes for the text"
             )
-        value = found._value()  # noqa: SLF001  # an interpolation stays one
+        value = config_node._value()  # noqa: SLF001  # an interpolation stays one
         if value == "???":  # as it is, it overrides no default, and would be dropped
             name = self._name.replace("'", "\\'")
             return f"${{{refuse_unset.__name__}:'{name}'}}"

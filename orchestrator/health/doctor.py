@@ -1,4 +1,4 @@
-"""`doctor`: what this machine and its cluster offer, and what would hurt runs."""
+"""`doctor`: the resources of this machine or its cluster, and settings that would hurt runs."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ class CheckResult:
 
     Attributes:
         subject: "SLURM", "devices", …
-        text: what was found, in a sentence.
+        text: the finding, in a sentence.
         state: `GOOD`; `NOTE` if it is worth knowing; `BAD` if runs suffer from it.
-        remedy: what to do; "" if nothing is.
+        remedy: the advice; "" without one.
     """
 
     subject: str
@@ -154,17 +154,17 @@ def devices() -> Iterator[CheckResult]:
         driver = _version_in([ASCEND / "driver/version.info"]) or "unknown"
         toolkits = sorted(ASCEND.glob("*/version.cfg")) + sorted(ASCEND.glob("*/*/version.cfg"))
         cann = _version_in(reversed(toolkits))
-        found = f"{plural(npus, 'Ascend NPU')}, driver {driver}, CANN {cann or 'not found'}"
+        description = f"{plural(npus, 'Ascend NPU')}, driver {driver}, CANN {cann or 'not found'}"
         remedy = "source /usr/local/Ascend/ascend-toolkit/set_env.sh in cluster.preamble"
         state = (GOOD, "") if cann else (BAD, remedy)
-        yield CheckResult("devices", f"{found} (HCCL is part of it)", *state)
+        yield CheckResult("devices", f"{description} (HCCL is part of it)", *state)
 
 
 def _version_in(paths: Iterable[Path]) -> str | None:
     """Return the first number with dots in the first of these files that has one."""
     for path in paths:
-        if path.is_file() and (found := re.search(r"\d+(\.\w+)+", path.read_text("utf-8"))):
-            return found[0]
+        if path.is_file() and (match := re.search(r"\d+(\.\w+)+", path.read_text("utf-8"))):
+            return match[0]
     return None
 
 
@@ -218,7 +218,7 @@ NAME_IT = "cluster.interface=eth0, say: gloo, NCCL and HCCL get it, on every nod
 def network() -> Iterator[CheckResult]:
     """Report interfaces with an address, the default one, and variables that change it."""
     there = interfaces()
-    listed = ", ".join(f"{name} {' '.join(found)}" for name, found in there.items())
+    listed = ", ".join(f"{name} {' '.join(addresses)}" for name, addresses in there.items())
     yield CheckResult("network", f"interfaces: {listed}")
     for name in NETWORK_VARIABLES:
         if value := os.environ.get(name):
@@ -281,11 +281,11 @@ Settings = Mapping[str, str]
 
 
 def _number(settings: Settings, key: str, default: float, pattern: str = r"^(\d+)") -> float:
-    found = re.search(pattern, settings.get(key, ""))
-    return float(found[1]) if found else default
+    match = re.search(pattern, settings.get(key, ""))
+    return float(match[1]) if match else default
 
 
-# Settings that hurt: when they do, what that means, and what an administrator or a user can do.
+# Settings that hurt: the condition, its effect, and the remedy of an administrator or a user.
 HURTFUL: tuple[tuple[Callable[[Settings], bool], str, str], ...] = (
     (
         lambda s: s.get("JobRequeue") == "0",
@@ -351,13 +351,13 @@ def from_settings(settings: Settings) -> Iterator[CheckResult]:
         settings: of `scontrol show config`.
     """
     version = settings.get("SLURM_VERSION", "unknown")
-    found = f"cluster {settings.get('ClusterName', '?')}, version {version}"
+    description = f"cluster {settings.get('ClusterName', '?')}, version {version}"
     if version.startswith(f"{TESTED_SLURM}."):
-        yield CheckResult("SLURM", found)
+        yield CheckResult("SLURM", description)
     else:
         yield CheckResult(
             "SLURM",
-            f"{found}, tested with {TESTED_SLURM}",
+            f"{description}, tested with {TESTED_SLURM}",
             NOTE,
             "if something is odd: python -m orchestrator plan +cluster=slurm shows the batch "
             "script and what the scheduler says of it",
@@ -382,18 +382,21 @@ def run_trial(
 
     Raises the errors of a launch.
     """
-    given = (*overrides, *program_overrides([str(Path(exchange.__file__))], before=overrides))
-    if not any(one.startswith("run.dir=") for one in given):
-        given += (f"run.dir=runs/doctor_{datetime.now(UTC):%Y-%m-%d_%H-%M-%S}",)
+    run_overrides = (
+        *overrides,
+        *program_overrides([str(Path(exchange.__file__))], before=overrides),
+    )
+    if not any(override.startswith("run.dir=") for override in run_overrides):
+        run_overrides += (f"run.dir=runs/doctor_{datetime.now(UTC):%Y-%m-%d_%H-%M-%S}",)
     own = ("run.watch=true", "run.snapshot=false")
-    config = compose((*given, *own), config_dir)
-    with prepared_run(config, output, overrides=given) as ready:
+    config = compose((*run_overrides, *own), config_dir)
+    with prepared_run(config, output, overrides=run_overrides) as ready:
         code = start_run(ready)
     yield from trial_findings(ready.run, code)
 
 
 def trial_findings(run: RunDir, exit_code: int) -> Iterator[CheckResult]:
-    """Report what a trial run measured of its nodes."""
+    """Report the measurements of a trial run."""
     plan, result = run.read_plan(), run.read_result() or {}
     where = f"{plural(plan.get('ranks') or 0, 'rank')} on {plural(plan.get('nodes') or 0, 'node')}"
     if exit_code:
@@ -403,13 +406,13 @@ def trial_findings(run: RunDir, exit_code: int) -> Iterator[CheckResult]:
         return
     yield CheckResult("runs", f"{run.path} was written here and read on {where}, and back")
     measured = read_json(run.attempt(run.latest_attempt) / exchange.NODES_FILE) or {}
-    for one in measured.get("nodes", ()):
-        rate = one["bytes_per_s"]
+    for entry in measured.get("nodes", ()):
+        rate = entry["bytes_per_s"]
         speed = f", {format_bytes(rate)}/s to and from other nodes" if rate else ""
         yield CheckResult(
             "nodes",
-            f"{one['node']}: {format_bytes(one['memory'])} of memory free, meets the others on "
-            f"{one['interface'] or one['address']}{speed}, its clock {one['clock_s']:+.1f} s",
+            f"{entry['node']}: {format_bytes(entry['memory'])} of memory free, meets the others on "
+            f"{entry['interface'] or entry['address']}{speed}, its clock {entry['clock_s']:+.1f} s",
         )
     yield from node_faults(measured.get("nodes", ()), measured.get("damaged", ()))
     for record in read_metrics(run.metrics).updates:
@@ -436,22 +439,26 @@ def node_faults(
     """
     for sender, receiver in damaged:
         yield _fault(sender, f"data that it sent to {receiver} came damaged", BAD)
-    rates = [one["bytes_per_s"] for one in nodes if one["bytes_per_s"] is not None]
+    rates = [entry["bytes_per_s"] for entry in nodes if entry["bytes_per_s"] is not None]
     usual = median(rates) if len(rates) >= LEAST_NODES else 0.0
-    for one in nodes:
-        node, room, rate = one["node"], one["scratch"], one["bytes_per_s"]
-        if one["memory"] < LITTLE_MEMORY:
-            yield _fault(node, f"{format_bytes(one['memory'])} of memory are free", BAD)
+    for entry in nodes:
+        node, room, rate = entry["node"], entry["scratch"], entry["bytes_per_s"]
+        if entry["memory"] < LITTLE_MEMORY:
+            yield _fault(node, f"{format_bytes(entry['memory'])} of memory are free", BAD)
         if room < LITTLE_SCRATCH:
             state = "cannot be written" if room < 0 else f"has {format_bytes(room)} free"
             yield _fault(node, f"its folder for temporary files (TMPDIR) {state}", BAD)
-        if one["device_taken"] > DEVICE_TAKEN:
-            taken = f"{one['device_taken']:.0%} of a device's memory are taken by other processes"
+        if entry["device_taken"] > DEVICE_TAKEN:
+            taken = f"{entry['device_taken']:.0%} of a device's memory are taken by other processes"
             yield _fault(node, taken)
-        if abs(one["clock_s"]) > CLOCK_S:
-            yield _fault(node, f"its clock is {one['clock_s']:+.1f} s off the median")
+        if abs(entry["clock_s"]) > CLOCK_S:
+            yield _fault(node, f"its clock is {entry['clock_s']:+.1f} s off the median")
         if rate is not None and rate * SLOWER < usual:
-            where = f"{one['interface']} ({one['address']})" if one["interface"] else one["address"]
+            where = (
+                f"{entry['interface']} ({entry['address']})"
+                if entry["interface"]
+                else entry["address"]
+            )
             yield _fault(
                 node,
                 f"its network is slow: {format_bytes(rate)}/s, where the median is "

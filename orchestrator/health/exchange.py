@@ -149,7 +149,7 @@ def _clock_offsets() -> list[float]:
     for _ in range(TRIES):
         dist.barrier()
         times = _gathered(time.time())
-        offsets = [round(one - median(times), 3) for one in times]
+        offsets = [round(reading - median(times), 3) for reading in times]
         best = [min(pair, key=abs) for pair in zip(best or offsets, offsets, strict=True)]
     return best
 
@@ -185,8 +185,8 @@ def measure_links(senders: Sequence[int], device: Any) -> tuple[list[float], lis
                     work.wait()
 
             own = LINK_BYTES / _timed(exchange, device), torch.equal(sent, received)
-        found = _gathered(own)
-        for index, (rate, whole) in enumerate(found[sender] for sender in senders):
+        results = _gathered(own)
+        for index, (rate, whole) in enumerate(results[sender] for sender in senders):
             rates[index] = max(rates[index], rate)
             damaged |= set() if whole else {index}
     return rates, sorted(damaged)

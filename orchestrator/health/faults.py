@@ -16,7 +16,7 @@ from typing import TypeVar
 import psutil
 
 PER_RUN = 4
-EARLY = 0.7  # of a fault's own part of the run; the rest is for what follows from it
+EARLY = 0.7  # of a fault's own part of the run; the rest is for its consequences
 
 KILL_RANK, KILL_TWO, KILL_NODE = "kill a rank", "kill two ranks", "kill a node"
 FREEZE_RANK, FREEZE_NODE = "freeze a rank", "freeze a node"
@@ -86,8 +86,8 @@ RANK_NAME = re.compile(r"rank (\d+)")  # as agents name their workers
 
 def processes_of(run: str) -> list[psutil.Process]:
     """Return the processes on this machine whose command lines name a run's folder."""
-    found = psutil.process_iter(["name", "cmdline", "status"])
-    return [process for process in found if run in " ".join(process.info["cmdline"] or ())]
+    processes = psutil.process_iter(["name", "cmdline", "status"])
+    return [process for process in processes if run in " ".join(process.info["cmdline"] or ())]
 
 
 def find_ranks(run: str, job: str = "", node: str = "") -> dict[int, RankProcess]:
@@ -97,7 +97,7 @@ def find_ranks(run: str, job: str = "", node: str = "") -> dict[int, RankProcess
         run: its folder.
         job, node: only ranks of this job on this SLURM node; simulated nodes share a machine.
     """
-    found: dict[int, RankProcess] = {}
+    ranks: dict[int, RankProcess] = {}
     for process in processes_of(run):
         name = RANK_NAME.fullmatch(process.info["name"])
         if name is None or process.info["status"] in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED):
@@ -106,8 +106,8 @@ def find_ranks(run: str, job: str = "", node: str = "") -> dict[int, RankProcess
             parent, env = process.parent(), process.environ() if node else {}
             own = (env.get("SLURM_JOB_ID", ""), env.get("SLURMD_NODENAME", "")) == (job, node)
             if parent is not None and parent.name() != name[0] and own:  # no fork of a rank's
-                found[int(name[1])] = RankProcess(process.pid, parent.pid, node or parent.name())
-    return found
+                ranks[int(name[1])] = RankProcess(process.pid, parent.pid, node or parent.name())
+    return ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""`rehearse`: disturb runs one after another, and compare each with an undisturbed one."""
+"""`rehearse`: inject faults into runs one after another; compare each with a fault-free one."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ def plan_rehearsal(line: CommandLine, faults: int, only: Sequence[str] = ()) -> 
     """
     if not 1 <= faults <= MOST_FAULTS:
         raise ConfigError(f"--faults {faults}: there can be 1 to {MOST_FAULTS} in a rehearsal")
-    given = line.overrides
-    keys = {one.lstrip("+").partition("=")[0] for one in given}
-    config = compose(given, line.config_dir, line.config_name)
+    typed_overrides = line.overrides
+    keys = {override.lstrip("+").partition("=")[0] for override in typed_overrides}
+    config = compose(typed_overrides, line.config_dir, line.config_name)
     _refuse(config, keys)
     on_slurm = config.cluster.kind == "slurm"
     possible = ON_SLURM if on_slurm else SIMULATED
@@ -85,8 +85,11 @@ def plan_rehearsal(line: CommandLine, faults: int, only: Sequence[str] = ()) -> 
                 f"--only {kind!r}: there is no such fault here; there are {', '.join(possible)}"
             )
     queued_once = on_slurm and not config.cluster.requeue
-    defaults = tuple(one for one in DEFAULTS if one != RESTARTS or not queued_once)
-    overrides = (*given, *(one for one in defaults if one.partition("=")[0] not in keys))
+    defaults = tuple(default for default in DEFAULTS if default != RESTARTS or not queued_once)
+    overrides = (
+        *typed_overrides,
+        *(default for default in defaults if default.partition("=")[0] not in keys),
+    )
     config = compose(overrides, line.config_dir, line.config_name)
     updates = config.train.updates
     if updates is None or updates < LEAST_UPDATES:
@@ -151,7 +154,7 @@ class Row:
         how: survived, restart, resume or went on (no rank was lost); "" where the run was over.
         redone: updates that were begun more than once for it.
         samples_lost: of the updates up to the next fault.
-        equal: these are as the undisturbed run's, and the end of the run is, for its last fault.
+        equal: these are as the fault-free run's, and the end of the run is, for its last fault.
     """
 
     kind: str
@@ -279,7 +282,7 @@ class FaultOutcome:
 def compare(
     rows: Sequence[Row], run: RehearsedRun, undisturbed: RehearsedRun, spec: RehearsalSpec
 ) -> list[str]:
-    """Fill in what rows say of equality; return what is wrong, in sentences."""
+    """Fill in whether rows are equal; return the differences, as sentences."""
     theirs = {r["update"]: r for r in History(undisturbed.records).updates}
     ours = {r["update"]: r for r in History(run.records).updates}
     bounds = [0, *(row.update for row in rows[1:]), spec.updates]
@@ -306,7 +309,7 @@ def _is_same(ours: dict[str, Any], theirs: dict[str, Any], spec: RehearsalSpec) 
 
 
 def _end_differs(run: RehearsedRun, undisturbed: RehearsedRun, spec: RehearsalSpec) -> str:
-    ours, theirs = (one.run.read_result() or {} for one in (run, undisturbed))
+    ours, theirs = (rehearsed_run.run.read_result() or {} for rehearsed_run in (run, undisturbed))
     if ours.get("state") != "finished":
         return f"it is {ours.get('state', 'without an end')}: {run.last_line}"
     keys = ["updates", "samples", *(["weights_sha256"] if spec.to_the_bit else [])]
@@ -316,7 +319,7 @@ def _end_differs(run: RehearsedRun, undisturbed: RehearsedRun, spec: RehearsalSp
 
 @dataclass(kw_only=True)
 class Rehearsal:
-    """All outcomes. `wrong`: sentences about differences from the undisturbed run."""
+    """All outcomes. `wrong`: sentences about differences from the fault-free run."""
 
     seed: int
     equality: str
@@ -330,14 +333,14 @@ def rehearse(
     """Inject so many faults, some to a run, in runs below `folder`. Nothing is left running.
 
     Raises:
-        RunFailed: the undisturbed run does not end well, or is over before any fault comes.
+        RunFailed: the fault-free run does not end well, or is over before any fault comes.
     """
     kind = SlurmRun if spec.config.cluster.kind == "slurm" else SimulatedRun
     undisturbed = kind(folder / "undisturbed", spec)
     run_undisturbed(undisturbed)
-    found = Rehearsal(seed=seed, equality=spec.equality)
+    rehearsal = Rehearsal(seed=seed, equality=spec.equality)
     waiting = list(islice(draws(seed, spec.kinds), faults))
-    while waiting and not found.wrong:
+    while waiting and not rehearsal.wrong:
         run = kind(folder / f"run-{len(list(folder.glob('run-*.log'))) + 1:03d}", spec)
         first = waiting[0].number // PER_RUN
         now = [fault for fault in waiting if fault.number // PER_RUN == first]
@@ -345,20 +348,20 @@ def rehearse(
         try:
             played.play(spec.updates)
         except TimeoutError as error:
-            found.wrong.append(f"{run.run.path}: {error}")
+            rehearsal.wrong.append(f"{run.run.path}: {error}")
         finally:
             run.end()
-        found.rows += played.rows
-        found.wrong += compare(played.rows, run, undisturbed, spec)
+        rehearsal.rows += played.rows
+        rehearsal.wrong += compare(played.rows, run, undisturbed, spec)
         for row in played.rows:
             say(f"{row.fault} in update {row.update}: {row.how or 'the run was over'}")
-        if not played.rows and not found.wrong:
+        if not played.rows and not rehearsal.wrong:
             raise RunFailed(
                 f"{run.run.path} was over before a fault could come; rehearse more of it, with "
                 f"train.updates={4 * spec.updates} say"
             )
         waiting = waiting[len(played.rows) :]
-    return found
+    return rehearsal
 
 
 def run_undisturbed(run: RehearsedRun) -> None:
@@ -379,13 +382,13 @@ def run_undisturbed(run: RehearsedRun) -> None:
 COLUMNS = ("fault", "run", "update", "noticed", "at work", "how", "redone", "lost", "equal")
 
 
-def print_rehearsal(found: Rehearsal, console: Console) -> None:
-    """Print a line for each fault, and what the columns mean."""
+def print_rehearsal(rehearsal: Rehearsal, console: Console) -> None:
+    """Print a line for each fault, and the meaning of the columns."""
     table = Table(box=None, pad_edge=False)
     for name in COLUMNS:
         is_text = name in ("fault", "run", "how")
         table.add_column(name, justify="left" if is_text else "right", no_wrap=name != "fault")
-    for row in found.rows:
+    for row in rehearsal.rows:
         noticed, recovered = (
             "" if s is None else f"{s:.2f} s" for s in (row.noticed_s, row.recovered_s)
         )
@@ -395,7 +398,7 @@ def print_rehearsal(found: Rehearsal, console: Console) -> None:
     say(
         console,
         "noticed, at work: seconds from the fault until the run knew of it, and until its next "
-        f"update was done; redone: updates; lost: samples; equal: {found.equality}",
+        f"update was done; redone: updates; lost: samples; equal: {rehearsal.equality}",
         "dim",
         prose=True,
     )

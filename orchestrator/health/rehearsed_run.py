@@ -65,7 +65,7 @@ class RehearsalSpec:
 
     @property
     def to_the_bit(self) -> bool:
-        """True if a disturbed run must end with the weights of the undisturbed one.
+        """True if a run with faults must end with the weights of the fault-free one.
 
         On another number of ranks sums are rounded otherwise, unless they are reproducible.
         """
@@ -75,7 +75,7 @@ class RehearsalSpec:
 
     @property
     def equality(self) -> str:
-        """Describe what "equal" means."""
+        """Describe the meaning of "equal"."""
         if self.to_the_bit:
             return "the same loss in every update, and the same final weights, to the bit"
         return (
@@ -94,8 +94,8 @@ class RehearsedRun(ABC):
         self._output = folder.with_suffix(".log")
 
     def launch(self) -> None:
-        given = (*self._spec.overrides, f"run.dir={literally(str(self.run.path))}")
-        self._start("orchestrator.launch", *self._spec.flags, *given, "-q")
+        overrides = (*self._spec.overrides, f"run.dir={literally(str(self.run.path))}")
+        self._start("orchestrator.launch", *self._spec.flags, *overrides, "-q")
 
     def resume(self) -> None:
         self._start("orchestrator", "resume", str(self.run.path), "-q")
@@ -139,7 +139,9 @@ class RehearsedRun(ABC):
     def noticed(self, since: float, attempt: int) -> bool:
         """Return True once the run has recorded a loss, in this attempt or by a further one."""
         generations = GenerationRecord(self.run.attempt(attempt)).since()
-        if any(found["time"] >= since and found.get("gone") for found in generations):
+        if any(
+            generation["time"] >= since and generation.get("gone") for generation in generations
+        ):
             return True
         return self.run.attempts_made() > attempt + 1 or self.run.departure(attempt).exists()
 
@@ -193,7 +195,11 @@ class SimulatedRun(RehearsedRun):
         self._launcher.wait()
         # A stopped node is given some seconds before it is killed.
         named = processes_of(str(self.run.path))
-        nodes = [one for one in named if "orchestrator.agent.local_nodes" in one.info["cmdline"]]
+        nodes = [
+            process
+            for process in named
+            if "orchestrator.agent.local_nodes" in process.info["cmdline"]
+        ]
         _, left = psutil.wait_procs(nodes, END_S)
         if left:
             pids = ", ".join(str(process.pid) for process in left)
@@ -311,7 +317,7 @@ class SlurmRun(RehearsedRun):
         """Run `faults.main` on one node of the job.
 
         Raises:
-            ClusterError: it does not run there, although the job goes on.
+            ClusterError: it does not run there, although the job continues.
         """
         try:
             return self._run_step(fault, choose(self.nodes(), fault.target))

@@ -152,7 +152,7 @@ class WorkByCost:
         without one.
 
         Raises:
-            PlanError: it gives what is no cost.
+            PlanError: `cost` returns an invalid value.
         """
         import numpy as np  # late, so that `plan` stays fast
 
@@ -167,7 +167,7 @@ class WorkByCost:
         return hashlib.sha256(repr(costs).encode()).hexdigest()[:12]
 
     def balance(self, order: DataOrder, ranks: int) -> dict[str, float]:
-        """Return what the first updates gain, by figures' names in plan.json.
+        """Return figures of the first updates' balance, by their names in plan.json.
 
         `padded_to_real` tokens; `busiest_to_mean`, the busiest rank's cost to the mean; and
         `even_to_busiest`, its cost if samples were dealt by number, as they come, in micro-batches
@@ -442,7 +442,7 @@ def deal(
     rates = [1.0] * ranks if speeds is None else speeds
     ends = list(accumulate(costs, initial=0.0))
     low = max(ends[-1] / sum(rates), max(costs) / max(rates))
-    # Enough, since each rank but the last then takes its share of what is left, or more.
+    # This suffices: each rank but the last takes its share of the rest, or more.
     high = low + max(costs) / min(rates)
     while high - low > 1e-3 * low:
         bound = (low + high) / 2

@@ -131,7 +131,7 @@ class Branch:
     lanes: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return what is known of it, by its names."""
+        """Return the known attributes by name."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -167,8 +167,8 @@ class DataOrder:
             with G > N an update spans epochs and holds some samples more than once.
         seed: 0 up to 2**63 - 1.
         shards: of a data set that is read along them; None: samples come in any order.
-        batch_schedule: other values of G, from given updates on. An epoch goes on with the next G;
-            under `drop` it ends where fewer samples remain than the next update needs.
+        batch_schedule: other values of G, from given updates on. An epoch continues with the next
+            G; under `drop` it ends where fewer samples remain than the next update needs.
         branch: update 0 takes the samples after it. Its epoch keeps its number, and what remains of
             it counts as the first epoch of this order.
 
@@ -430,11 +430,11 @@ def _block(order: DataOrder, epoch: int, number: int) -> NDArray[np.int64]:
     positions = np.arange(first, min(first + BLOCK, samples))
     if order.shards:
         batch = order.batch_of(order.updates_before_epoch(epoch))
-        found = order.shards.samples_at(positions, batch, order.seed, epoch)
+        block = order.shards.samples_at(positions, batch, order.seed, epoch)
     else:
-        found = permuted(positions.astype(np.uint64), samples, order.seed, epoch).astype(np.int64)
-    found.flags.writeable = False
-    return found
+        block = permuted(positions.astype(np.uint64), samples, order.seed, epoch).astype(np.int64)
+    block.flags.writeable = False
+    return block
 
 
 def permuted(
@@ -462,7 +462,7 @@ def permuted(
             left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(31))) & mask)
         return (left << shift) | right
 
-    found = encrypt(positions)
-    while (outside := found >= samples).any():
-        found[outside] = encrypt(found[outside])
-    return found
+    indices = encrypt(positions)
+    while (outside := indices >= samples).any():
+        indices[outside] = encrypt(indices[outside])
+    return indices

@@ -309,14 +309,14 @@ def _largest(config: Config) -> tuple[int, Batch]:
     least, most = node_range(config.cluster.nodes)
     batch = _batch(config, most)
     for nodes in range(least, most):
-        stated = f"cluster.nodes={{min: {least}, max: {most}}}"
+        setting = f"cluster.nodes={{min: {least}, max: {most}}}"
         try:
             other = _batch(config, nodes)
         except PlanError as error:
-            raise PlanError(f"{stated} may give {plural(nodes, 'node')}: {error}") from error
+            raise PlanError(f"{setting} may give {plural(nodes, 'node')}: {error}") from error
         if other.global_batch != batch.global_batch:
             raise PlanError(
-                f"{stated}, but {STEPS}={batch.steps} and {MICRO_BATCH}={batch.micro_batch_cap} "
+                f"{setting}, but {STEPS}={batch.steps} and {MICRO_BATCH}={batch.micro_batch_cap} "
                 f"make a global batch of {other.global_batch} samples on {plural(nodes, 'node')} "
                 f"and of {batch.global_batch} on {most}; state {GLOBAL_BATCH}="
                 f"{batch.global_batch} in the place of {STEPS}"
@@ -347,21 +347,21 @@ def _length(order: DataOrder, train: TrainConfig, samples: int | None) -> Length
 
 
 def _rates(config: Config, known: JobFacts, order: DataOrder, length: Length) -> Rates:
-    given, total = config.schedule, length.updates
-    base = known.base_rate if given.base_lr is None else given.base_lr
-    of_optimizer = not config.optimizer and given.base_lr is None
+    settings, total = config.schedule, length.updates
+    base = known.base_rate if settings.base_lr is None else settings.base_lr
+    of_optimizer = not config.optimizer and settings.base_lr is None
     source = "learning_rate" if known.own_rate else "optimizer" if of_optimizer else "schedule"
     own = known.own_rate or (of_optimizer and base is None)
     # The workers will know the run's end, so a plan without the data must not fail here.
-    unknown = total is None and given.decay in ("cosine", "linear")
+    unknown = total is None and settings.decay in ("cosine", "linear")
     schedule = Schedule(
         base_lr=DEFAULT_BASE_LR if base is None else base,
         global_batch=order.global_batch,
         batch_schedule=order.batch_schedule,
-        base_batch=given.base_batch,
-        scaling=given.scaling,
-        warmup_updates=given.warmup_updates,
-        decay="none" if unknown else given.decay,
+        base_batch=settings.base_batch,
+        scaling=settings.scaling,
+        warmup_updates=settings.warmup_updates,
+        decay="none" if unknown else settings.decay,
         total_updates=total,
     )
     return Rates(

@@ -87,11 +87,11 @@ def _like_ours(command: tuple[str, ...]) -> Iterator[str]:
 def notes_of_program(config: Config) -> list[str]:
     """Return notes to print with its plan."""
     program = program_of(config.job)
-    found = [NOT_KNOWN]
+    notes = [NOT_KNOWN]
     apart = not program.is_module and copied_script(program) is None
     if config.cluster.kind != "local" and config.run.snapshot and apart:
-        found.append(
+        notes.append(
             f"{program.target} is not copied with the run, since it is no script of yours: what it "
             f"reads may be edited while the job waits"
         )
-    return found
+    return notes

@@ -113,7 +113,7 @@ class WindowPlanner:
             if self.reduction == "reproducible" and cap is not None:
                 leaves = deal([1.0] * -(-samples // cap), self.ranks, speeds)
                 return assign_leaves(leaves, samples=samples, leaf_size=cap)
-            # What all ranks have in their memory at equal speeds.
+            # No larger than the micro-batches at equal speeds, which fit into memory.
             steps = batch.steps or 1
             cap = cap or -(-batch.global_batch // (self.ranks * steps))
             return split_by_speed(samples, speeds, cap)

@@ -119,7 +119,7 @@ class Wire:
         return bucket_count(self._payload(parameters), self.bucket_bytes, early=self.early)
 
     def bytes_sent(self, parameters: int | None) -> int | None:
-        """Return the least bytes that each rank sends in one update: 2(R-1)/R of what it reduces.
+        """Return the least bytes that each rank sends in one update: 2(R-1)/R of those it reduces.
 
         That floor is reached by ring and recursive-halving all-reduces (Patarasuk and Yuan, 2009).
         Rounded up; None when `parameters` is unknown, 0 on a single rank.

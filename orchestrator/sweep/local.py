@@ -59,15 +59,17 @@ class LocalCapacity:
     def allocate(
         self, taken: Sequence[LocalResources], share: Share | None
     ) -> LocalResources | None:
-        """Return what a run takes besides these; None if it has to wait for one of them to end.
+        """Return the resources of one more run; None if it has to wait for one of these to end.
 
         A run that is larger than the machine waits until it is alone.
         """
-        if taken and (share is None or not self._holds([*(one.share for one in taken), share])):
+        if taken and (
+            share is None or not self._holds([*(resources.share for resources in taken), share])
+        ):
             return None
         if taken and share and free_memory_bytes() < share.ranks * RANK_BYTES:
             return None
-        used = {name for one in taken for name in one.gpus}
+        used = {name for resources in taken for name in resources.gpus}
         free = [name for name in self._machine.gpus if name not in used]
         return LocalResources(share=share, gpus=tuple(free[: self._gpus_of(share)]))
 
@@ -144,15 +146,15 @@ class LocalQueue:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for one in self._running:
+        for process in self._running:
             for number in FORWARDED:
-                os.kill(one.pid, number)
+                os.kill(process.pid, number)
         self._forwarded = len(FORWARDED)
         give_up = time.monotonic() + LEAVE_S
         while self._running and time.monotonic() < give_up:
             self.wait_one(give_up - time.monotonic())
-        for one in self._running:
-            os.kill(one.pid, signal.SIGKILL)
+        for process in self._running:
+            os.kill(process.pid, signal.SIGKILL)
         while self._running:
             self.wait_one()
         self._reader.close()
@@ -160,7 +162,7 @@ class LocalQueue:
 
     @property
     def running(self) -> Sequence[PointTask]:
-        return [one.task for one in self._running]
+        return [process.task for process in self._running]
 
     def has_room(self, task: PointTask) -> bool:
         """Return True if a point could start now. After an interrupt none can."""
@@ -169,7 +171,7 @@ class LocalQueue:
     def _allocation(self, task: PointTask) -> LocalResources | None:
         if interrupts.count:
             return None
-        taken = [one.allocation for one in self._running]
+        taken = [process.allocation for process in self._running]
         return self._room.allocate(taken, cluster_of(task.point.config).share)
 
     def start(self, task: PointTask) -> bool:
@@ -206,48 +208,52 @@ class LocalQueue:
         while self._running:
             self._forward_interrupts()
             left_s = deadline - time.monotonic()
-            pipes = [one.pipe for one in self._running]
+            pipes = [process.pipe for process in self._running]
             for pipe in wait(pipes, max(0.0, min(POLL_S, left_s))):
-                return self._result_of(next(one for one in self._running if one.pipe is pipe))
+                return self._result_of(
+                    next(process for process in self._running if process.pipe is pipe)
+                )
             if left_s <= 0:
                 return None
         return None
 
     def cancel(self, task: PointTask) -> None:
         """Stop a point at its next update boundary, with a checkpoint, if it runs."""
-        for one in self._running:
-            if one.task.run.path == task.run.path:
-                os.kill(one.pid, signal.SIGINT)
+        for process in self._running:
+            if process.task.run.path == task.run.path:
+                os.kill(process.pid, signal.SIGINT)
 
     def _forward_interrupts(self) -> None:
         """Forward interrupts to all points, which are not in the terminal's process group."""
         count = min(interrupts.count, len(FORWARDED))
         if count and not self._forwarded and not self._terminal:
-            begun = [one.task.run for one in self._running if one.task.run.plan.exists()]
+            begun = [
+                process.task.run for process in self._running if process.task.run.plan.exists()
+            ]
             ways = dict.fromkeys(map(describe_stop, begun))
             what = f"each point that runs {', or '.join(ways)}" if ways else "no more are started"
             text = f"{what}; once more ends every process at once"
             say(self._output.console, text, "yellow")
         for number in FORWARDED[self._forwarded : count]:
-            for one in self._running:
-                os.kill(one.pid, number)
+            for process in self._running:
+                os.kill(process.pid, number)
         self._forwarded = count
 
-    def _result_of(self, one: _Running) -> PointResult:
+    def _result_of(self, process: _Running) -> PointResult:
         """Return the end of a point whose process has reported it, or has died."""
         try:
-            report = one.pipe.recv()
+            report = process.pipe.recv()
         except EOFError:
             report = None
-        one.pipe.close()
-        status = os.waitstatus_to_exitcode(os.waitpid(one.pid, 0)[1])
-        self._running.remove(one)
-        run = one.task.run
+        process.pipe.close()
+        status = os.waitstatus_to_exitcode(os.waitpid(process.pid, 0)[1])
+        self._running.remove(process)
+        run = process.task.run
         if report is not None:
-            return PointResult(task=one.task, exit_code=report[0], refusal=report[1])
+            return PointResult(task=process.task, exit_code=report[0], refusal=report[1])
         see = f"; see {run.terminal_log}" if run.terminal_log.exists() else ""
         why = f"its process ended without a report ({describe_status(status)}){see}"
-        return PointResult(task=one.task, exit_code=EXIT_FAILED, refusal=why)
+        return PointResult(task=process.task, exit_code=EXIT_FAILED, refusal=why)
 
 
 def _run_point(
@@ -321,26 +327,26 @@ def run_here(tasks: Sequence[PointTask], output: OutputOptions) -> dict[Path, Po
                     output.note(f"{names[task.run.path]} starts", "dim")
                 if queue.start(task):  # else an interrupt, or the memory is gone meanwhile
                     waiting.remove(task)
-            one = queue.wait_one()
-            if one is None:
+            result = queue.wait_one()
+            if result is None:
                 return ended
-            path, good = one.task.run.path, one.exit_code == EXIT_FINISHED
-            ended[path] = one
-            if one.refusal is not None:
-                say(output.console, f"{names[path]}: {one.refusal}", "bold red")
+            path, good = result.task.run.path, result.exit_code == EXIT_FINISHED
+            ended[path] = result
+            if result.refusal is not None:
+                say(output.console, f"{names[path]}: {result.refusal}", "bold red")
             elif not alone and not (output.quiet and good):  # alone, it has shown that itself
                 counts = f"{len(queue.running)} running, {len(waiting)} waiting"
                 left = counts if queue.running or waiting else "the last"
                 style = "green" if good else "bold red"
                 say(
                     output.console,
-                    f"{names[path]}: {describe_outcome(one.task.run)} ({left})",
+                    f"{names[path]}: {describe_outcome(result.task.run)} ({left})",
                     style,
                 )
 
 
 def most_at_once(configs: Sequence[Config], output: OutputOptions) -> int | None:
-    """Return the number in `sweep.parallel`; with `auto`, 1 if points differ in what sets their
+    """Return the number in `sweep.parallel`; with `auto`, 1 if points differ in keys that set their
     speed, since their times are compared.
     """
     first, *others = configs

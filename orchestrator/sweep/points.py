@@ -28,7 +28,7 @@ class Point:
 
     Attributes:
         flags: that choose the configuration's files.
-        identity: the overrides that tell it from the sweep's other points.
+        point_key: its overrides that tell it from the sweep's other points.
         own_folder: for it alone, if `run.dir` is not stated.
     """
 
@@ -37,7 +37,7 @@ class Point:
     config: Config
     plan: Plan | ProgramPlan
     flags: tuple[str, ...] = ()
-    identity: tuple[str, ...] = ()
+    point_key: tuple[str, ...] = ()
     own_folder: Path = Path()
 
     def label(self, varying: Mapping[str, str]) -> str:
@@ -62,17 +62,17 @@ def check_points(composer: Composer) -> list[Point]:
     Raises:
         ConfigError: all that is wrong with them, each thing once with the points that have it.
     """
-    found = composer.combinations()
+    combinations = composer.combinations()
     points: list[Point] = []
     wrong: dict[str, list[int]] = {}
     with read_once():
-        for number, overrides in enumerate(found):
+        for number, overrides in enumerate(combinations):
             try:
                 points.append(_point(composer, number, overrides))
             except UsageError as error:
                 for sentence in str(error).split("\n"):
                     wrong.setdefault(sentence, []).append(number)
-    refuse_points(wrong, 0, len(found))
+    refuse_points(wrong, 0, len(combinations))
     alike: dict[str, list[int]] = {}
     for point in points:
         values = json.dumps(plain(point.config), sort_keys=True, default=str)
@@ -80,20 +80,20 @@ def check_points(composer: Composer) -> list[Point]:
     for numbers in alike.values():
         if len(numbers) > 1:  # they would be computed and shown twice
             why = "they are equal; leave all but one of them out"
-            refuse_points({why: numbers}, 0, len(found))
-    stated = Counter(point.config.run.dir for point in points)
+            refuse_points({why: numbers}, 0, len(combinations))
+    folder_counts = Counter(point.config.run.dir for point in points)
     shared = set(points[0].overrides).intersection(*(point.overrides for point in points))
-    alone = {folder for folder, count in stated.items() if count == 1} - {composer.run_dir}
-    return [_settled(p, shared, apart=p.config.run.dir not in alone) for p in points]
+    alone = {folder for folder, count in folder_counts.items() if count == 1} - {composer.run_dir}
+    return [_with_folder_and_key(p, shared, apart=p.config.run.dir not in alone) for p in points]
 
 
 def trial_point(composer: Composer, number: int, overrides: Sequence[str]) -> Point:
     """Return a point that a search draws, with a folder of its own. Raises `UsageError`."""
     point = _point(composer, number, overrides)
-    return _settled(point, point.overrides, apart=True)
+    return _with_folder_and_key(point, point.overrides, apart=True)
 
 
-def _settled(point: Point, shared: Collection[str], *, apart: bool) -> Point:
+def _with_folder_and_key(point: Point, shared: Collection[str], *, apart: bool) -> Point:
     """Return the point with its folder and the overrides that identify it.
 
     Args:
@@ -104,9 +104,9 @@ def _settled(point: Point, shared: Collection[str], *, apart: bool) -> Point:
     if point.config.run.dir and apart:
         folder /= str(point.number)
     point.config.run.dir = str(folder)
-    given = point.overrides
-    identity = sorted(o.lstrip("+") for o in given if identifies(o) or o not in shared)
-    return replace(point, identity=tuple(identity))
+    overrides = point.overrides
+    point_key = sorted(o.lstrip("+") for o in overrides if identifies(o) or o not in shared)
+    return replace(point, point_key=tuple(point_key))
 
 
 def _point(composer: Composer, number: int, overrides: Sequence[str]) -> Point:

@@ -172,7 +172,7 @@ def open_study(search: Search) -> tuple[Study, JournalStorage]:
         aside = replaced_folder(folder.path, "search")
         make_folder(aside)
         runs = [path for path in find_runs(folder.path) if path.parent == folder.path]
-        # the journal last: it says what the others are
+        # The journal moves last: if this is interrupted, it still tells that these are trials.
         for path in (*runs, folder.search, folder.journal):
             with contextlib.suppress(FileNotFoundError):
                 path.rename(aside / path.name)
@@ -264,17 +264,17 @@ class TrialRuns:
         """Wait for a moment; return the runs that have ended."""
         ended: list[PointResult] = []
         if self.queue is not None and self.queue.running:
-            one = self.queue.wait_one(POLL_S)
-            ended += [one] if one is not None else []
+            result = self.queue.wait_one(POLL_S)
+            ended += [result] if result is not None else []
         else:
             time.sleep(FOLLOW_S)
         if not self.followed or time.monotonic() < self._next_poll:
             return ended
-        found = statuses(RunDir(task.run.path) for task in self.followed)[0]
+        run_statuses = statuses(RunDir(task.run.path) for task in self.followed)[0]
         kinds = {task.point.config.cluster.kind for task in self.followed}
         self._next_poll = time.monotonic() + max(class_of(kind).status_interval_s for kind in kinds)
         states = (*OVER, *UNREADABLE)
-        over = [c for c, s in zip(self.followed, found, strict=True) if s.state in states]
+        over = [c for c, s in zip(self.followed, run_statuses, strict=True) if s.state in states]
         self.followed = [task for task in self.followed if task not in over]
         self._full = self._full and not over
         return ended + [PointResult(task=task, exit_code=0) for task in over]
@@ -314,16 +314,16 @@ class Objective:
     """The figure that a search optimises.
 
     Args:
-        stated: `sweep.objective`.
+        setting: `sweep.objective`.
 
     Attributes:
         name: its full name; "auto" until the first evaluation, or the end of a trial, tells
             whether the job evaluates a loss.
     """
 
-    def __init__(self, stated: str) -> None:
-        whole = stated in ("auto", "loss", "seconds") or stated.startswith(HELD_OUT)
-        self.stated, self.name = stated, stated if whole else HELD_OUT + stated
+    def __init__(self, setting: str) -> None:
+        whole = setting in ("auto", "loss", "seconds") or setting.startswith(HELD_OUT)
+        self.setting, self.name = setting, setting if whole else HELD_OUT + setting
 
     def refusal(self, held_out: Mapping[str, Any]) -> str:
         """Return why a job with these held-out figures cannot be judged by it; "" if it can.
@@ -344,7 +344,7 @@ class Objective:
             return ""
         known = [*names, "loss", "seconds"]
         hint = did_you_mean(self.name, known)
-        return f"sweep.objective={self.stated}: the job does not evaluate it{hint}"
+        return f"sweep.objective={self.setting}: the job does not evaluate it{hint}"
 
     def of_record(self, record: Mapping[str, Any]) -> float | None:
         """Return its value in a line of metrics.jsonl; None where that has none."""
@@ -377,19 +377,19 @@ class Searcher:
         self._objective = Objective(search.objective)
         self.table: dict[str, Any] = {}
 
-    def run(self, given: Sequence[str] = ()) -> None:
+    def run(self, overrides: Sequence[str] = ()) -> None:
         """Run to the end of the last trial, or to an interrupt.
 
         Args:
-            given: overrides to resume with, of which trials in progress are warned.
+            overrides: to resume with, of which trials in progress are warned.
 
         Raises:
             ConfigError: earlier trials were of other code, or none has measured the objective.
         """
         self._find_earlier_trials()
-        if given and (busy := sorted(trial.number for trial in self._running.values())):
+        if overrides and (busy := sorted(trial.number for trial in self._running.values())):
             named = f"{named_numbers('trial', busy)} of {self._search.folder}"
-            text = f"warning: {named} cannot take {' '.join(given)} while in progress"
+            text = f"warning: {named} cannot take {' '.join(overrides)} while in progress"
             say(self._output.console, text, "yellow", prose=True)
         self._write_table()
         while True:
@@ -500,7 +500,7 @@ class Searcher:
             if not same:
                 try:
                     point = self._search.point(number, drawn)
-                    notes = notes_of(point.config, point.identity)
+                    notes = notes_of(point.config, point.point_key)
                 except UsageError as error:
                     self._tell(number, TrialState.FAIL, str(error))
                 else:
@@ -512,7 +512,7 @@ class Searcher:
     # Trials end.
 
     def _follow(self, trial: Trial) -> None:
-        """Read what a trial has measured since; prune it where it is worse than others.
+        """Read a trial's new measurements; prune it where it is worse than others.
 
         Raises:
             ConfigError: the job does not measure the objective.
@@ -552,8 +552,8 @@ class Searcher:
 
     def _give_up(self, trial: Trial, why: str) -> NoReturn:
         """End all trials at their next boundaries, and the search."""
-        for one in self._running.values():
-            self._runs.stop(one.task)
+        for other in self._running.values():
+            self._runs.stop(other.task)
         while self._runs.running and not interrupts.count:
             self._runs.wait()
         self._tell(trial.number, TrialState.FAIL, why)
@@ -569,7 +569,7 @@ class Searcher:
             self._evaluate(trial, ended.refusal)
 
     def _evaluate(self, trial: Trial, refusal: str | None = None) -> None:
-        """Record what a trial measured, or why it has no value, once its run is over."""
+        """Record the value of a trial whose run is over, or why it has none."""
         value = None
         why = refusal
         if not why:
@@ -586,7 +586,7 @@ class Searcher:
             why = self._objective.refusal(held_out)
             value = None if why else self._objective.of_result(result)
             if not why and value is None:
-                why = f"sweep.objective={self._objective.stated}: it measured no such figure"
+                why = f"sweep.objective={self._objective.setting}: it measured no such figure"
             if why and not any(t.state is TrialState.COMPLETE for t in self._trials()):
                 self._give_up(
                     trial, f"{why}; if other trials will, the same line goes on with them"
@@ -662,11 +662,11 @@ def is_judged(updates: int) -> bool:
     return updates % 10 ** max(0, len(str(updates)) - 2) == 0
 
 
-def run_search(composer: Composer, output: OutputOptions, given: Sequence[str] = ()) -> int:
+def run_search(composer: Composer, output: OutputOptions, overrides: Sequence[str] = ()) -> int:
     """Run trials until there are as many as the line asks for; print them.
 
     Args:
-        given: overrides to resume with.
+        overrides: to resume with.
 
     Returns:
         The exit code: 0 once one trial has a value, whatever became of others.
@@ -681,7 +681,7 @@ def run_search(composer: Composer, output: OutputOptions, given: Sequence[str] =
         with runs.queue or interrupts:  # after the first interrupt nothing more starts
             searcher = Searcher(search, runs, output)
             tell_begun(search.folder, RunDir(search.folder).sweep_log)
-            searcher.run(given)
+            searcher.run(overrides)
             count, left = interrupts.count, len(runs.followed)
         print_search(searcher.table, output.console)
         say(output.console, f"the search's folder: {search.folder}")

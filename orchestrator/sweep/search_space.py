@@ -105,7 +105,7 @@ class Space:
         """Choose a value for each axis, by its key, for the next trial.
 
         It depends on nothing but the arguments, so that a search that was killed continues with
-        the trials of an undisturbed one.
+        the trials of an uninterrupted one.
 
         Args:
             history: all trials so far by their numbers, running ones included.

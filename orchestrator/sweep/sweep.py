@@ -43,7 +43,7 @@ from orchestrator.rundir.lock import is_locked
 from orchestrator.rundir.status import OVER, UNREADABLE, RunStatus, find_runs
 from orchestrator.sweep.points import Point, check_points
 from orchestrator.sweep.tasks import (
-    CELL,
+    POINT_RECORD,
     POINTS,
     Action,
     PointTask,
@@ -69,7 +69,7 @@ def require_optuna() -> None:
 
 
 def run_sweep(composer: Composer, output: OutputOptions) -> int:
-    """Check all points, run what is to be run, and print their table; give the exit code.
+    """Check all points, run the unfinished ones, and print their table; return the exit code.
 
     Raises:
         ConfigError: what is wrong with any point. Nothing has run then, and nothing was written.
@@ -116,9 +116,9 @@ def _run_tasks(tasks: Sequence[PointTask], output: OutputOptions, not_begun: int
         from orchestrator.sweep.local import run_here  # slow to import
 
         ended = run_here(here, output)
-    codes = {one.exit_code for one in ended.values()} - {EXIT_FINISHED}
+    codes = {result.exit_code for result in ended.values()} - {EXIT_FINISHED}
     if queued := [c.run.path for c in tasks if c in alone or c.action is Action.IN_PROGRESS]:
-        # They go on when this command has ended; a table would show runs that have not begun.
+        # They continue after this command; a table would show runs that have not begun.
         folders = {path.parent for path in queued}
         shown = folders.pop() if len(folders) == 1 else queued[0]
         text = f"{plural(len(queued), 'point')} queued or running; to see their status: "
@@ -152,7 +152,7 @@ def is_sweep(folder: RunDir) -> bool:
         return is_locked(folder)
     for path in paths:
         with contextlib.suppress(RunFolderError):
-            if path.parent == folder.path and CELL in RunDir(path).read_submission():
+            if path.parent == folder.path and POINT_RECORD in RunDir(path).read_submission():
                 return True
     return False
 
@@ -175,9 +175,12 @@ def follow_sweep(sweep: RunDir, console: Console, wait: Callable[[], bool]) -> N
                 states[run.path] = status.state
                 what = describe_outcome(run) if is_over else status.state
                 say(console, f"{run.path.name}: {what}", "green" * (status.state == "finished"))
-    stated = [run.read_submission().get("overrides") or () for run in runs]
+    recorded_overrides = [run.read_submission().get("overrides") or () for run in runs]
     varying = only_varying(
-        [current_overrides(run, given) for run, given in zip(runs, stated, strict=True)]
+        [
+            current_overrides(run, overrides)
+            for run, overrides in zip(runs, recorded_overrides, strict=True)
+        ]
     )
     shown = [swept_run(run, overrides) for run, overrides in zip(runs, varying, strict=True)]
     if shown:
@@ -193,12 +196,12 @@ def _count_not_begun(runs: Sequence[RunDir]) -> int:
     return sum(max(0, max(counts) - len(counts)) for counts in planned.values())
 
 
-def _refusal(one: PointResult | None) -> dict[str, Any] | None:
+def _refusal(result: PointResult | None) -> dict[str, Any] | None:
     """Return a substitute for the result of a point that could not start."""
-    if one is None or one.refusal is None:
+    if result is None or result.refusal is None:
         return None
-    culprit = Culprit(rank=None, node="launcher", cause=one.refusal)
-    state = "stopped" if one.exit_code == EXIT_STOPPED else "failed"
+    culprit = Culprit(rank=None, node="launcher", cause=result.refusal)
+    state = "stopped" if result.exit_code == EXIT_STOPPED else "failed"
     return {"state": state, "culprit": culprit.to_json()}
 
 
@@ -220,7 +223,7 @@ def resume_sweep(
     Raises:
         RunFolderError: a point cannot be read, or another command is at work in the sweep's folder.
         ConfigError: a point cannot take the overrides. Nothing was started then. Points in progress
-            go on without them, with a warning.
+            continue without them, with a warning.
     """
     if RunDir(folder).search.exists():
         require_optuna()
@@ -228,10 +231,13 @@ def resume_sweep(
 
         return resume_search(folder, output, overrides, config_dir)
     with locked_sweep(folder):
-        found = statuses(runs)[0]
+        run_statuses = statuses(runs)[0]
         inputs: dict[str, list[str]] = {}
         with read_once():
-            tasks = [_task_of_run(s, n, overrides, config_dir, inputs) for n, s in enumerate(found)]
+            tasks = [
+                _task_of_run(s, n, overrides, config_dir, inputs)
+                for n, s in enumerate(run_statuses)
+            ]
         if inputs and not changed:
             refuse_changed(inputs)
         if overrides and (busy := [t for t in tasks if t.action is Action.IN_PROGRESS]):
@@ -250,7 +256,7 @@ def _task_of_run(
     config_dir: str | None,
     changed: dict[str, list[str]],
 ) -> PointTask:
-    """Return the task of a point as its folder describes it; add what has changed to `changed`."""
+    """Return the task of a point by its folder; add its changed inputs to `changed`."""
     run = RunDir(status.folder)
     if status.state in UNREADABLE:
         raise RunFolderError(
@@ -269,11 +275,11 @@ def _task_of_run(
     config = replace(config, run=replace(config.run, dir=str(run.path)))
     with submission_directory(run):
         plan = prepare(config, new=False)
-    stated = run.read_submission().get("overrides") or ()
+    recorded_overrides = run.read_submission().get("overrides") or ()
     more = overrides if action is Action.RESUME else ()
     point = Point(
         number=int(run.path.name) if run.path.name.isdigit() else number,
-        overrides=tuple(current_overrides(run, stated, more)),
+        overrides=tuple(current_overrides(run, recorded_overrides, more)),
         config=config,
         plan=plan,
     )

@@ -32,12 +32,12 @@ STYLES = {
 }
 
 
-MOST_PLANS = 8  # points of which what differs is shown one by one, before the table of all
+MOST_PLANS = 8  # points whose differences are shown one by one, before the table of all
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedPoints:
-    """What a launch of a sweep would do.
+    """The effect that a launch of a sweep would have.
 
     Attributes:
         tasks, plans: of each point.
@@ -57,7 +57,7 @@ class PlannedPoints:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """What a launch of a run would do.
+    """The effect that a launch of a run would have.
 
     Attributes:
         answer: the cluster's answer to the request; empty if it has none.

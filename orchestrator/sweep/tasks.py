@@ -1,4 +1,4 @@
-"""Tasks: what a sweep still has to do for each point, known by content; their submission."""
+"""Tasks: the next step for each point of a sweep, known by content; their submission."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from orchestrator.rundir.status import OVER, RunStatus
 from orchestrator.sweep.points import Point, refuse_points
 from orchestrator.units import plural
 
-CELL = "cell"  # in submission.json
+POINT_RECORD = "cell"  # in submission.json
 POINTS = "points"  # there, too: how many the command had for this folder
 # Sections and keys that say where, when and how long to wait: a result does not depend on them.
 IRRELEVANT_KEYS = (
@@ -61,26 +61,26 @@ IRRELEVANT_KEYS = (
 
 
 def notes_of(config: Config, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """Return what a point's submission.json says of its content: overrides, configuration, inputs.
+    """Return the content of a point for its submission.json: overrides, configuration, inputs.
 
     Args:
-        overrides: that tell it from the sweep's other points.
+        overrides: the point's key; see `Point`.
     """
     text = json.dumps(_counted(plain(config)), sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    return {CELL: {"of": sorted(overrides), "config": digest}, INPUTS: inputs_of(config)}
+    return {POINT_RECORD: {"of": sorted(overrides), "config": digest}, INPUTS: inputs_of(config)}
 
 
 def why_changed(
     run: RunDir, before: Mapping[str, Any], now: Mapping[str, Any], config: Config
 ) -> str | None:
-    """Return how a task differs from what it was when it ran; None if it does not.
+    """Return the changes of a task since it ran; None if there are none.
 
     Args:
         before, now: as `notes_of` returns them.
     """
     causes: list[str] = []
-    if before[CELL].get("config") != now[CELL]["config"]:
+    if before[POINT_RECORD].get("config") != now[POINT_RECORD]["config"]:
         old, new = _counted(run.read_config()), _counted(plain(config))
         causes += [change.text for change in changes(old, new)] or ["the configuration"]
     inputs = before.get(INPUTS) or {}
@@ -161,19 +161,19 @@ def tasks_of(points: Sequence[Point], *, force: bool = False) -> list[PointTask]
     wrong: dict[str, list[int]] = {}
     counts = Counter(point.folder.parent for point in placed)
     with read_once():  # of data, too: thousands of points may share it
-        made = [
-            {**notes_of(point.config, point.identity), POINTS: counts[point.folder.parent]}
+        new_notes = [
+            {**notes_of(point.config, point.point_key), POINTS: counts[point.folder.parent]}
             for point in placed
         ]
         tasks = [
             _task_of_point(
                 point,
                 by_folder.get(point.folder),
-                known.get(point.identity, (None, {}))[1],
+                known.get(point.point_key, (None, {}))[1],
                 now,
                 force=force,
             )
-            for point, now in zip(placed, made, strict=True)
+            for point, now in zip(placed, new_notes, strict=True)
         ]
     for point, task in zip(placed, tasks, strict=True):
         if task.action is Action.IN_PROGRESS and (task.changed or force):
@@ -189,7 +189,7 @@ def tasks_of(points: Sequence[Point], *, force: bool = False) -> list[PointTask]
 
 def _recorded_tasks(sweeps: set[Path]) -> dict[tuple[str, ...], tuple[RunDir, dict[str, Any]]]:
     """Return the tasks in these folders by the overrides that identify them, with notes."""
-    found: dict[tuple[str, ...], tuple[RunDir, dict[str, Any]]] = {}
+    tasks: dict[tuple[str, ...], tuple[RunDir, dict[str, Any]]] = {}
     for sweep in sweeps:
         for name in names_in(sweep) if sweep.is_dir() else ():
             run = RunDir(sweep / name)
@@ -199,9 +199,10 @@ def _recorded_tasks(sweeps: set[Path]) -> dict[tuple[str, ...], tuple[RunDir, di
                 notes = run.read_submission()
             except RunFolderError:  # damaged: it is looked at when a point needs its folder
                 continue
-            if isinstance(notes.get(CELL), dict):  # of copies, as in 3 and 3.bak, the first by name
-                found.setdefault(tuple(notes[CELL].get("of") or ()), (run, notes))
-    return found
+            # Of copies, such as 3 and 3.bak, the first by name counts.
+            if isinstance(notes.get(POINT_RECORD), dict):
+                tasks.setdefault(tuple(notes[POINT_RECORD].get("of") or ()), (run, notes))
+    return tasks
 
 
 def _with_folder(
@@ -209,10 +210,10 @@ def _with_folder(
 ) -> Point:
     """Return the point in the folder that its task has already, or in a folder that no task has."""
     folder = point.folder
-    if point.identity in known:
-        folder = known[point.identity][0].path
+    if point.point_key in known:
+        folder = known[point.point_key][0].path
     number = point.number
-    while point.identity not in known and folder in taken:
+    while point.point_key not in known and folder in taken:
         number += 1
         folder = point.folder.parent / str(number)
     taken.add(folder)
@@ -233,7 +234,7 @@ def _task_of_point(
     if not before or status is None:  # without a record of this task
         if run.path.exists() and _is_half_written(run):
             return replace(anew, state="its folder is half-written")
-        return replace(anew, old=None)  # its start checks what is in the folder
+        return replace(anew, old=None)  # its start checks the folder
     if status.state == "damaged":
         return replace(anew, state=f"its folder is damaged: {status.reason}")
     changed = why_changed(run, before, now, point.config)
@@ -270,7 +271,7 @@ def replaced_folder(sweep: Path, name: str) -> Path:
 
 
 def refuse_replacing(tasks: Sequence[PointTask]) -> None:
-    """Raise `ConfigError` if finished points would run again because of what has changed."""
+    """Raise `ConfigError` if finished points would run again because they have changed."""
     wrong: dict[str, list[int]] = {}
     for task in tasks:
         if task.replaces:
@@ -325,7 +326,7 @@ def prepared_task(task: PointTask, output: OutputOptions) -> Generator[PreparedR
     """Prepare a task's run: a new one, or one that continues."""
     point, path = task.point, task.run.path
     if task.action is Action.RESUME:
-        # What has changed was refused or accepted for all points together.
+        # Changes were refused or accepted for all points together.
         with prepared_resume(path, output, task.overrides, to=point.config, changed=True) as ready:
             yield ready
         return
@@ -355,23 +356,23 @@ def submit(tasks: Sequence[PointTask], output: OutputOptions) -> None:
         ConfigError: one of them cannot be; none was submitted then, and no new folder is left.
         Interrupted: by a person, before the first was submitted.
         NotNow: the scheduler is silent, and nothing was submitted.
-        ClusterError: the scheduler refused some; those that are queued go on, and are counted.
+        ClusterError: the scheduler refused some; queued ones continue, and are counted.
     """
     with interrupts, read_once():
-        made = _prepare_all(tasks, OutputOptions(console=output.console, quiet=True))
+        runs = _prepare_all(tasks, OutputOptions(console=output.console, quiet=True))
         most = at_once(tasks[0].point.config.sweep.parallel)
-        for kind in sorted({ready.config.cluster.kind for ready in made}):
-            members = [(r.cluster, r.request) for r in made if r.config.cluster.kind == kind]
+        for kind in sorted({ready.config.cluster.kind for ready in runs}):
+            members = [(r.cluster, r.request) for r in runs if r.config.cluster.kind == kind]
             try:
                 with CLUSTERS.wrap_errors(kind, "to submit the points"):
                     class_of(kind).submit_all(members, most)
             except BaseException as error:
-                _withdraw(made)
-                queued = [ready for ready in made if ready.is_queued]
+                _withdraw(runs)
+                queued = [ready for ready in runs if ready.is_queued]
                 if not queued or not isinstance(error, ClusterError):
                     raise
                 raise ClusterError(
-                    f"{error}\n{plural(len(queued), 'point')} of {len(made)} "
+                    f"{error}\n{plural(len(queued), 'point')} of {len(runs)} "
                     f"{'is' if len(queued) == 1 else 'are'} queued; the same line again submits "
                     f"the others"
                 ) from error
@@ -379,7 +380,7 @@ def submit(tasks: Sequence[PointTask], output: OutputOptions) -> None:
 
 def _prepare_all(tasks: Sequence[PointTask], quiet: OutputOptions) -> list[PreparedRun]:
     """Write all runs to the disk, or none and raise why."""
-    made: list[PreparedRun] = []
+    runs: list[PreparedRun] = []
     wrong: dict[str, list[int]] = {}
     sweeps = {task.run.path.parent for task in tasks}
     try:
@@ -388,7 +389,7 @@ def _prepare_all(tasks: Sequence[PointTask], quiet: OutputOptions) -> list[Prepa
                 _refuse_interrupted()
                 try:
                     with prepared_task(task, quiet) as ready:
-                        made += [ready] if ready is not None else []
+                        runs += [ready] if ready is not None else []
                 except NotNow:  # it is nothing that is wrong with a point
                     raise
                 except UsageError as error:
@@ -396,9 +397,9 @@ def _prepare_all(tasks: Sequence[PointTask], quiet: OutputOptions) -> list[Prepa
             refuse_points(wrong, min(task.point.number for task in tasks), len(tasks))
         _refuse_interrupted()
     except BaseException:
-        _withdraw(made)
+        _withdraw(runs)
         raise
-    return made
+    return runs
 
 
 def _refuse_interrupted() -> None:
@@ -406,7 +407,7 @@ def _refuse_interrupted() -> None:
         raise Interrupted("interrupted: none of the points was submitted")
 
 
-def _withdraw(made: Sequence[PreparedRun]) -> None:
-    for ready in made:
+def _withdraw(runs: Sequence[PreparedRun]) -> None:
+    for ready in runs:
         with contextlib.suppress(OSError, RunFolderError):  # why they are withdrawn matters more
             ready.withdraw()

@@ -64,8 +64,8 @@ def node_address(index: int) -> str:
 
 def find_shared_gpus(request: Request) -> list[str]:
     """Return the GPUs that are given to more than one node."""
-    given = [gpu for gpus in request.details["gpus"] or () for gpu in gpus]
-    return sorted({gpu for gpu in given if given.count(gpu) > 1})
+    assignments = [gpu for gpus in request.details["gpus"] or () for gpu in gpus]
+    return sorted({gpu for gpu in assignments if assignments.count(gpu) > 1})
 
 
 def build_environment(request: Request, index: int, names: Sequence[str]) -> dict[str, str]:
@@ -104,12 +104,13 @@ def _refuse_beyond_memory(request: Request) -> None:
 
 
 def _crowding_warning(request: Request) -> str | None:
-    found = cores()
-    if request.ranks <= CROWD * found:
+    core_count = cores()
+    if request.ranks <= CROWD * core_count:
         return None
     return (
-        f"{request.ranks} ranks on {plural(found, 'core')}: this machine may stop responding; "
-        f"start fewer ({_fewer(request, CROWD * found)}), or only look: python -m orchestrator plan"
+        f"{request.ranks} ranks on {plural(core_count, 'core')}: this machine may stop responding; "
+        f"start fewer ({_fewer(request, CROWD * core_count)}), or only look: "
+        f"python -m orchestrator plan"
     )
 
 
@@ -262,8 +263,8 @@ class LocalCluster(Cluster):
         """
         if self._uses_framework:
             _refuse_beyond_memory(request)
-        found = (_crowding_warning(request), self._gpu_warning(request))
-        return Admission(warnings=tuple(filter(None, found)))
+        warnings = (_crowding_warning(request), self._gpu_warning(request))
+        return Admission(warnings=tuple(filter(None, warnings)))
 
     @property
     def survival_line(self) -> str:

@@ -62,7 +62,7 @@ class Partition:
 
 def read_partitions(text: str) -> dict[str, Partition]:
     """Parse the answer of `PARTITIONS`."""
-    found: dict[str, Partition] = {}
+    partitions: dict[str, Partition] = {}
     for line in text.splitlines():
         fields = dict(w.split("=", 1) for w in line.split() if "=" in w)
         if "PartitionName" not in fields:
@@ -70,7 +70,7 @@ def read_partitions(text: str) -> dict[str, Partition]:
         name = fields["PartitionName"]
         # A suspended job continues later; it gets no stop signal.
         preempted = {"REQUEUE", "CANCEL"} & set(fields.get("PreemptMode", "").split(","))
-        found[name] = Partition(
+        partitions[name] = Partition(
             name=name,
             nodes=int(fields.get("TotalNodes", "0")),
             is_default=fields.get("Default") == "YES",
@@ -81,12 +81,12 @@ def read_partitions(text: str) -> dict[str, Partition]:
             max_nodes=int(fields["MaxNodes"]) if fields.get("MaxNodes", "").isdigit() else None,
             grace_s=int(fields.get("GraceTime", "0")) if preempted else None,
         )
-    return found
+    return partitions
 
 
 def _minutes(span: str) -> float | None:
-    found = seconds(span)
-    return None if found is None else found / 60
+    duration_s = seconds(span)
+    return None if duration_s is None else duration_s / 60
 
 
 def check_request(
@@ -121,7 +121,7 @@ def check_request(
         if name not in known
     ]
     minutes = _minutes(str(options.get("time", "")))
-    misfits = [misfit(one, nodes, minutes) for one in chosen]
+    misfits = [misfit(partition, nodes, minutes) for partition in chosen]
     if all(misfits):
         against += filter(None, misfits)
     if against or (answer.code and NEVER.search(answer.message)):
@@ -168,7 +168,7 @@ def misfit(partition: Partition, nodes: int, minutes: float | None) -> str | Non
 
 
 def _possible_delays(answer: Answer, partitions: list[Partition]) -> Iterator[str]:
-    """Yield what may keep the job waiting at present."""
+    """Yield the reasons that may keep the job waiting at present."""
     if answer.code:
         yield (
             f"the scheduler cannot place the job at present ({answer.message}): sbatch will "

@@ -78,15 +78,15 @@ def fitting(placed: Sequence[Placed]) -> tuple[list[Placed], list[str]]:
         limited.setdefault(key, []).append((cluster, request))
     for members in limited.values():
         (cluster, request), total = members[0], len(members)
-        found = total
+        count = total
         if total > 1:
             conf = cluster.config.cluster.slurm_conf
             client, most = SlurmClient(conf), min(total, *largest_array(conf))
             if (room := room_for(client, request.text, most)) < most:
-                found = room
+                count = room
                 points = plural(total, "point")
                 why.append(f"the limit of submitted jobs leaves room for {room} of {points} now")
-        fit += members[:found]
+        fit += members[:count]
     return fit, why
 
 
@@ -119,15 +119,15 @@ def largest_array(slurm_conf: str | None) -> tuple[int, int]:
 
 
 def _starts(group: list[Placed], at_once: int | None) -> Iterator[Callable[[], object]]:
-    """Write the files of equal runs; yield what queues them, an array or a run at a time."""
+    """Write the files of equal runs; yield functions that queue them, by arrays or one by one."""
     if len(group) < 2:
         yield from (partial(cluster.submit, request) for cluster, request in group)
         return
     indices, tasks = largest_array(group[0][0].config.cluster.slurm_conf)
-    able = [one for one in group if int(one[1].run.name) < indices]
-    others = [one for one in group if int(one[1].run.name) >= indices]
+    able = [element for element in group if int(element[1].run.name) < indices]
+    others = [element for element in group if int(element[1].run.name) >= indices]
     parts = [able[n : n + tasks] for n in range(0, len(able), max(1, tasks))]
-    for part in (*parts, *([one] for one in others)):
+    for part in (*parts, *([element] for element in others)):
         cluster, request = part[0]
         if len(part) == 1:
             yield partial(cluster.submit, request)
@@ -181,17 +181,17 @@ def lay_out(sweep: Path, part: Sequence[Placed]) -> None:
 def array_script(part: Sequence[Request], at_once: int | None) -> str:
     """Return the array's script: its elements' request, and where each continues."""
     request = part[0]
-    sweep, stated = request.run.parent, dict(request.details["options"])
-    names = {str(one.details["options"]["job-name"]) for one in part}
-    stated["job-name"] = names.pop() if len(names) == 1 else sweep.name
-    stated["output"] = f"{sweep}/%a/logs/batch.log"
+    sweep, options = request.run.parent, dict(request.details["options"])
+    names = {str(element.details["options"]["job-name"]) for element in part}
+    options["job-name"] = names.pop() if len(names) == 1 else sweep.name
+    options["output"] = f"{sweep}/%a/logs/batch.log"
     limit = f"%{at_once}" if at_once else ""
-    stated["array"] = ",".join(spans(int(one.run.name) for one in part)) + limit
+    options["array"] = ",".join(spans(int(element.run.name) for element in part)) + limit
     script = f"/$SLURM_ARRAY_TASK_ID/submitit/{script_name(request.attempt)}.sh"
     return "\n".join(
         [
             "#!/bin/bash",
-            *(option_line(name, value) for name, value in stated.items()),
+            *(option_line(name, value) for name, value in options.items()),
             "",
             f"exec bash {quoted(sweep)}{script}",
             "",

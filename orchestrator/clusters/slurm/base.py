@@ -59,7 +59,7 @@ class BaseSlurmCluster(Cluster):
         host = submit_host(config, copy or folder.snapshot(attempt))
         check_preamble(config.cluster.preamble)
         script = self.script(folder, attempt, host)
-        asked = {k: v if v is True else str(v) for k, v in options(config, folder)}
+        sbatch_options = {k: v if v is True else str(v) for k, v in options(config, folder)}
         return Request(
             run=run,
             attempt=attempt,
@@ -67,7 +67,7 @@ class BaseSlurmCluster(Cluster):
             ranks_per_node=config.cluster.ranks_per_node,
             environment=dict(config.cluster.environment),
             text=script,
-            details={"sbatch": script, "options": asked},
+            details={"sbatch": script, "options": sbatch_options},
         )
 
     def client(self) -> SlurmClient:

@@ -137,7 +137,8 @@ done
 rm -f "$run/attempts/$attempt/room"
 exec @{SRUN_LOG}>>"$run/attempts/$attempt/srun.log"
 """)
-# Called in the background: whatever is set, trapped or ended in here, what follows it is done.
+# Called in the background, in a shell of its own: no variable, trap or exit in here affects the
+# lines that follow the call.
 RANKS = Shell("""\
 start_ranks() {
 local -r _step_options=("$@@")  # of a later step; a preamble may set others
@@ -376,7 +377,7 @@ def _step(
 ) -> Iterator[str]:
     """Yield the lines from the node's checks to srun's `code`."""
     yield OWN_SHELL
-    if is_program(config.job):  # what it writes is as private as the user has it
+    if is_program(config.job):  # its own files get the user's umask
         yield f"export {OUTER_UMASK_VARIABLE}=${{{OUTER_UMASK_VARIABLE}:-$(umask)}}"
     yield "umask 077"
     yield f"export {BATCH_PID_VARIABLE}=$$"
@@ -446,7 +447,7 @@ def _srun(config: Config, host: SubmitHost, run: RunDir, shape: Sequence[str]) -
         "--wait=0",
         *(["--no-kill"] if config.run.survive else []),
         "--export=ALL",
-        f"--chdir={host.folder}",  # whatever the preamble's is
+        f"--chdir={host.folder}",  # the preamble may have changed it
         f"--cpus-per-task={cpus_per_node(cluster)}",
         *shape,
         f"--output={run.logs}/node%n.log",

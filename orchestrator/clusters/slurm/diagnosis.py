@@ -60,7 +60,7 @@ def describe_agents_end(run: RunDir, attempt: int) -> str | None:
     An agent that remained would have written the outcome.
     """
     exits = task_exits("\n".join(tail(run.srun_log(attempt), SRUN_LOG_LINES)))
-    killed = {one.rank for one in exits if one.killed}
+    killed = {task_exit.rank for task_exit in exits if task_exit.killed}
     began = {int(path.stem.rpartition("-")[2]) for path in run.attempt(attempt).glob("node-*.json")}
     return AGENTS_KILLED if began and began <= killed else None
 
@@ -73,8 +73,8 @@ def culprit_of(run: RunDir, attempt: int, code: int = 0, job: Job | None = None)
         code: srun's exit code, as a shell gives it.
         job: the ended job, where the batch script could not finalize the attempt.
     """
-    if job is not None and (found := _of_job(run, attempt, job)):
-        return found
+    if job is not None and (culprit := _of_job(run, attempt, job)):
+        return culprit
     outcome = read_outcome(run, attempt)
     if outcome is not None and outcome.culprit is not None:
         return outcome.culprit
@@ -122,8 +122,8 @@ def _of_srun(run: RunDir, attempt: int, code: int) -> Culprit:
         # an agent that could not begin: its last message, with an exception's lines
         lines = written[raised[-1] :][:EXCEPTION_LINES] if raised else written[-1:]
         error = " ".join(lines).removeprefix(PREFIX)
-        said = "" if first.killed else f": {error}"
-        cause = f"the agent of node {first.node} {first.description}{said}"
+        reason = "" if first.killed else f": {error}"
+        cause = f"the agent of node {first.node} {first.description}{reason}"
         return Culprit(rank=None, node=first.node, cause=cause, log_tail=log)
     own = [line for line in srun_log if not line.startswith("srun: error: ") or first is None]
     cause = f"srun {describe_code(code)}" + (f": {own[-1]}" if own else "")

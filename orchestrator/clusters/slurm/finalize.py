@@ -288,7 +288,7 @@ def _daemons_listen(client: SlurmClient, nodes: str) -> bool:
 def _cut_short(
     run: RunDir, attempt: int, code: int, stop_signal: str, nodes: str = ""
 ) -> str | None:
-    """Return what stopped an attempt without a failure or an orderly end; else None.
+    """Return why an attempt stopped without a failure or an orderly end; else None.
 
     Args:
         nodes: of the job, in SLURM's notation.
@@ -387,15 +387,17 @@ def restart_or_end(
         _write_departure(run, attempt, departure, job, job.restarts)
         restart()
         return True
-    found = culprit()
+    failure_culprit = culprit()
     allowed = int(run.read_config()["run"].get("max_restarts", 0))
     first = int((run.read_handle() or {}).get("attempt", 0))
-    decision = decide_restart(run, attempt, found, first=first, most=allowed if may_restart else 0)
+    decision = decide_restart(
+        run, attempt, failure_culprit, first=first, most=allowed if may_restart else 0
+    )
     if decision.restarts:
         restart()
     else:
         remark = NOT_REQUEUED if departure is not None else decision.message
-        write_result(run, State.FAILED, found, remark=remark)
+        write_result(run, State.FAILED, failure_culprit, remark=remark)
     return decision.restarts
 
 
@@ -411,8 +413,8 @@ def _write_departure(
 
 
 def _reason_to_stop(run: RunDir, job: Job, restarts: int) -> str | None:
-    stated = int(run.read_config()["cluster"]["signal_ahead_s"])
-    ahead_s = notice_s(stated, run.read_submission().get("time_limit_s"))
+    configured_s = int(run.read_config()["cluster"]["signal_ahead_s"])
+    ahead_s = notice_s(configured_s, run.read_submission().get("time_limit_s"))
     return stop_reason(job, time.time(), ahead_s, restarts)
 
 
@@ -425,7 +427,7 @@ def _describe_no_progress(
         why: how this attempt was cut short; None if it failed.
     """
     ended_by_others = _is_loss(run, attempt, why)
-    # What a program does, and how soon, is not known here; preemption may end it time and again.
+    # A program's progress is not known here, and preemption may end it time and again.
     if why is None or (program and not ended_by_others):
         return None
     if _count_fruitless(run, attempt) < FRUITLESS:
@@ -503,9 +505,9 @@ def finalize_ended_job(run: RunDir, job: Job) -> str | None:
     # An administrator's `status` must not leave files of theirs, or requeue another user's job.
     if not is_own(run.path) or not os.access(run.path, os.W_OK | os.X_OK):
         return None
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         try:
-            held.enter_context(locked(run))
+            stack.enter_context(locked(run))
         except RunFolderError:  # its holder sees to it
             return None
         sentence = _finalize_locked(run, job)

@@ -49,7 +49,7 @@ def cancel_all(runs: Sequence[RunDir], *, now: bool) -> dict[Path, str]:
         handle = run.read_handle()
         if handle is not None:
             clusters.setdefault(handle.get("slurm_conf"), []).append((run, str(handle["job_id"])))
-    found: dict[Path, str] = {}
+    outcomes: dict[Path, str] = {}
     for conf, members in clusters.items():
         [*_, client] = [client_of(run, conf) for run, _ in members]
         jobs = queued(client, [job_id for _, job_id in members])
@@ -60,27 +60,27 @@ def cancel_all(runs: Sequence[RunDir], *, now: bool) -> dict[Path, str]:
             if job is None or not job.alive:
                 continue
             if (result := run.read_result()) is not None and not now and not job.waiting:
-                found[run.path] = (
+                outcomes[run.path] = (
                     f"is about to end: the run has ended ({result['state']}); {UNSENT}; --now ends "
                     "the job at once"
                 )
             elif job.state == "SUSPENDED" and not now and run.read_plan().get("program"):
-                found[run.path] = f"is {job.suspended_by}; {UNSENT}; --now ends it at once"
+                outcomes[run.path] = f"is {job.suspended_by}; {UNSENT}; --now ends it at once"
             elif is_ours(run, job):
                 (ends if now or job.waiting else stops)[run] = job
             else:
-                found[run.path] = (
+                outcomes[run.path] = (
                     f"which {run.handle} names, is not this run's: it runs {job.command}; {UNSENT}"
                 )
         _send(client, ends, "now")
         _send(client, stops, "stop", "--signal=USR2")
         _await_end(client, {run: job for run, job in ends.items() if job.waiting})
         for run in ends:
-            found[run.path] = "is cancelled; resume goes on from what was saved"
+            outcomes[run.path] = "is cancelled; resume goes on from what was saved"
         for run, job in stops.items():
             still = f"; until then, {job.suspended_by}" if job.suspended_by else ""
-            found[run.path] = f"{describe_stop(run)}{still}; --now ends it at once"
-    return found
+            outcomes[run.path] = f"{describe_stop(run)}{still}; --now ends it at once"
+    return outcomes
 
 
 def _send(client: SlurmClient, jobs: Mapping[RunDir, Job], how: str, *flags: str) -> None:
@@ -209,15 +209,15 @@ class SlurmHandle(Handle):
         elif self._answer.done():
             answer, self._answer = self._answer, None
             try:
-                found = answer.result()
+                job = answer.result()
             except SchedulerDown:  # an error never means that the job has ended
                 self.silent_since = self.silent_since or datetime.now().astimezone()
                 return
             self.silent_since = None
             unseen_s = time.monotonic() - self._began
-            if found is None and (self.job is not None or unseen_s > UNSEEN_S):
-                found = Job(id=self.job_id, state="GONE")
-            self.job = found
+            if job is None and (self.job is not None or unseen_s > UNSEEN_S):
+                job = Job(id=self.job_id, state="GONE")
+            self.job = job
 
     def _find(self, answer: Future[Job | None]) -> None:
         """Look for the job in the queue, else in the accounting."""
@@ -242,27 +242,27 @@ class SlurmHandle(Handle):
 
     def new_messages(self) -> Sequence[str]:
         """Return changes: the scheduler stops or resumes answering; the job's state and nodes."""
-        found: list[str] = []
+        messages: list[str] = []
         if self.silent_since is not None and self._reported_silence_at is None:
             self._reported_silence_at = time.monotonic()
-            found.append(
+            messages.append(
                 f"the scheduler has not answered since {self.silent_since:%H:%M:%S}; the job is "
                 f"not affected, and it is asked again and again"
             )
         elif self.silent_since is None and self._reported_silence_at is not None:
             waited_s = time.monotonic() - self._reported_silence_at
             self._reported_silence_at = None
-            found.append(f"the scheduler answers again, {waited_s:.0f} s later")
+            messages.append(f"the scheduler answers again, {waited_s:.0f} s later")
         job, attempt = self.job, self._run.latest_attempt
         present = f"{job.state} {job.nodes} {attempt}" if job is not None else ""
         if job is None or not job.alive or present == self._reported_state:
-            return found
+            return messages
         self._reported_state = present
         where = f"on {job.nodes}" if job.nodes else (f"({job.reason})" if job.reason else "")
         restarts = f", attempt {attempt + 1}" if attempt else ""
         still = f": {job.suspended_by}" if job.suspended_by else ""
-        found.append(f"{self.title} is {job.state.lower()} {where}{restarts}".strip() + still)
-        return found
+        messages.append(f"{self.title} is {job.state.lower()} {where}{restarts}".strip() + still)
+        return messages
 
     def in_progress(self) -> str:
         job = queued(self.client, [self.job_id]).get(self.job_id)

@@ -115,7 +115,7 @@ OF_THE_AGENT = (
     "the agent"
 )
 OUTPUT = "output goes into the run folder"
-# What to do instead, by option; without an entry there is nothing to set.
+# The advice for a refused option; one without an entry has no setting in its place.
 INSTEAD: Mapping[str, str] = {
     **{
         name: f"use cluster.{name}"
@@ -169,8 +169,8 @@ def quoted(value: object) -> str:
 
 def _unprintable(text: str) -> str | None:
     """Return the first character that a line must not contain, printably; None if all may."""
-    found = next((c for c in text if not c.isprintable()), None)
-    return None if found is None else repr(found).strip("'\"")
+    character = next((c for c in text if not c.isprintable()), None)
+    return None if character is None else repr(character).strip("'\"")
 
 
 def _line(key: str, text: str) -> Iterator[str]:
@@ -262,8 +262,10 @@ def without_effect(cluster: ClusterConfig, environment: Mapping[str, str]) -> li
     # conf/cluster/slurm.yaml takes these; a site's file may not.
     keys = ("partition", "account", "qos", "constraint")
     taken = {f"SBATCH_{key.upper()}" for key in keys if getattr(cluster, key)}
-    given = {k for k, v in environment.items() if v and k.startswith(("SBATCH_", "SLURM_CLUSTERS"))}
-    return sorted(given - taken)
+    variables = {
+        k for k, v in environment.items() if v and k.startswith(("SBATCH_", "SLURM_CLUSTERS"))
+    }
+    return sorted(variables - taken)
 
 
 def check_values(config: Config, run: Path, folder: Path | None = None) -> None:

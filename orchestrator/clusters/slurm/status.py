@@ -32,7 +32,7 @@ from orchestrator.slurm_client import Job, SlurmClient, accounted, jobs_of_user,
 NO_ANSWER = "the scheduler gave no answer"
 
 
-def update_statuses(runs: Sequence[RunDir], found: dict[Path, RunStatus]) -> Iterator[str]:
+def update_statuses(runs: Sequence[RunDir], statuses: dict[Path, RunStatus]) -> Iterator[str]:
     """Fill in the schedulers' status of these runs; yield sentences about missing answers."""
     clusters: dict[str | None, list[RunDir]] = {}
     for run in runs:
@@ -40,7 +40,7 @@ def update_statuses(runs: Sequence[RunDir], found: dict[Path, RunStatus]) -> Ite
     for conf, members in clusters.items():
         try:
             client = client_of(members[0], conf)
-            ids = sorted({str(found[run.path].job_id) for run in members})
+            ids = sorted({str(statuses[run.path].job_id) for run in members})
             if any(run.handle.stat().st_uid != os.getuid() for run in members):
                 jobs = queued(client, ids)
             else:  # a long list of ids would not fit a command line; a user's own jobs need none
@@ -48,13 +48,13 @@ def update_statuses(runs: Sequence[RunDir], found: dict[Path, RunStatus]) -> Ite
                 jobs = {job_id: job for job_id, job in own.items() if job_id in ids}
         except ClusterError as error:
             yield str(error)
-            mark_unknown(members, found, NO_ANSWER)
+            mark_unknown(members, statuses, NO_ANSWER)
         else:
-            yield from _query(client, jobs, members, found)
+            yield from _query(client, jobs, members, statuses)
 
 
 def _query(
-    client: SlurmClient, jobs: dict[str, Job], runs: list[RunDir], found: dict[Path, RunStatus]
+    client: SlurmClient, jobs: dict[str, Job], runs: list[RunDir], statuses: dict[Path, RunStatus]
 ) -> Iterator[str]:
     """Fill in the status of one cluster's runs; finalize attempts that have ended.
 
@@ -63,7 +63,9 @@ def _query(
             others.
     """
     still = {
-        str(found[run.path].job_id) for run in runs if found[run.path].state not in ENDED_STATES
+        str(statuses[run.path].job_id)
+        for run in runs
+        if statuses[run.path].state not in ENDED_STATES
     }
     gone = sorted(still - jobs.keys())
     silent = False
@@ -72,10 +74,10 @@ def _query(
     except ClusterError as error:
         yield str(error)
         silent = True
-        forgotten = [run for run in runs if str(found[run.path].job_id) not in jobs]
-        mark_unknown(forgotten, found, NO_ANSWER)
+        forgotten = [run for run in runs if str(statuses[run.path].job_id) not in jobs]
+        mark_unknown(forgotten, statuses, NO_ANSWER)
     for run in runs:
-        status = found[run.path]
+        status = statuses[run.path]
         job = jobs.get(str(status.job_id))
         if job is None:
             if status.state not in ENDED_STATES and not silent:
@@ -84,7 +86,7 @@ def _query(
                     reason += (
                         "; SLURM forgets elements of arrays that are cancelled while they wait"
                     )
-                found[run.path] = replace(status, state="lost", reason=reason)
+                statuses[run.path] = replace(status, state="lost", reason=reason)
             continue
         if not job.alive and status.state not in ENDED_STATES:
             try:
@@ -95,9 +97,9 @@ def _query(
                 if sentence is not None:
                     yield sentence
                     job = replace(job, state="REQUEUED")
-                status = found[run.path] = status_or_damage(run, partial(from_folder, run))
+                status = statuses[run.path] = status_or_damage(run, partial(from_folder, run))
         if status.state not in UNREADABLE:
-            found[run.path] = status_or_damage(run, partial(with_job, run, status, job))
+            statuses[run.path] = status_or_damage(run, partial(with_job, run, status, job))
 
 
 def with_job(run: RunDir, status: RunStatus, job: Job) -> RunStatus:

@@ -95,8 +95,8 @@ def queue(
 
         def submit() -> str:
             nonlocal answer_lost, unnumbered
-            if answer_lost and (found := _job_of(client, note)) is not None:
-                return found
+            if answer_lost and (job_id := _job_of(client, note)) is not None:
+                return job_id
             answer_lost = False
             if unnumbered:
                 raise ClusterError(f"{unnumbered}\nno job of {script} is queued")
@@ -147,10 +147,10 @@ def _sbatch(client: SlurmClient, script: str, lock: int) -> str:
         raise BeyondLimit(explained(answer.message))
     if answer.code:
         raise ClusterError(explained(answer.message))
-    found = set(PARSABLE.findall(answer.out))  # a site's wrapper may print more
-    if len(found) != 1:
+    matches = set(PARSABLE.findall(answer.out))  # a site's wrapper may print more
+    if len(matches) != 1:
         raise SchedulerDown(f"{NO_NUMBER}: {answer.message or answer.out.strip()}")
-    [(job_id, elsewhere)] = found
+    [(job_id, elsewhere)] = matches
     if elsewhere and elsewhere != client.settings().get("ClusterName"):
         client.check_output("scancel", f"--clusters={elsewhere}", job_id)
         raise ClusterError(

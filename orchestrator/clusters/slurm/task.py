@@ -134,10 +134,10 @@ class _Watch:
         return self._beats % FENCE_EVERY == 0 and self._fence.is_stale
 
     def _outlives_job(self) -> bool:
-        """Return whether the job has ended some time ago, which nobody could tell this node.
+        """Return whether the job ended some time ago, and no signal could reach this node.
 
         SLURM signals and ends a node's processes through the node's slurmstepd. Without it the
-        ranks go on: srun of a single node does not notice the loss. Once the batch script has
+        ranks continue: srun of a single node does not notice the loss. Once the batch script has
         ended, they are asked to stop, as SLURM would ask them.
         """
         if not self._unreachable and parent_of(os.getppid()) != self._step_daemon:

@@ -1,7 +1,7 @@
 """Checks of the cluster to which a run folder may send our commands.
 
 A slurm.conf is not only data: with PluginDir it names code that squeue and the like load. So the
-one that handle.json names is used only if the user at this shell vouches for it: it is their
+one that handle.json names is used only if the user at this shell has approved it: it is their
 SLURM_CONF, or they submitted with it before (`remember`). A run folder from elsewhere cannot bring
 its own.
 """
@@ -23,7 +23,7 @@ def client_of(run: RunDir, slurm_conf: str | None) -> SlurmClient:
     """Return the client for the cluster that a run's handle names.
 
     Raises:
-        ClusterError: it names a slurm.conf that only the folder vouches for.
+        ClusterError: it names a slurm.conf that this user has not approved.
     """
     if slurm_conf is not None and not is_trusted(expand_user(slurm_conf)):
         raise ClusterError(
@@ -35,7 +35,7 @@ def client_of(run: RunDir, slurm_conf: str | None) -> SlurmClient:
 
 
 def is_trusted(conf: Path) -> bool:
-    """Return whether anything other than a run folder vouches for a slurm.conf."""
+    """Return whether the user has approved a slurm.conf, by anything but a run folder."""
     real = os.path.realpath(conf)
     configured = os.environ.get(CONF)
     if configured is not None and os.path.realpath(configured) == real:
@@ -54,7 +54,7 @@ def remember(conf: str) -> None:
     """Record that this account has submitted with its own slurm.conf.
 
     Raises:
-        ClusterError: that cannot be recorded, and nothing else vouches for it.
+        ClusterError: that cannot be recorded, and nothing else approves it.
     """
     real = Path(os.path.realpath(expand_user(conf)))
     if is_trusted(real):
@@ -78,7 +78,7 @@ def _remembered() -> set[str]:
     try:
         return set(read_text(_memory()).splitlines())
     except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return set()  # nothing is vouched for here
+        return set()  # no approval is recorded here
 
 
 def read_handle(run: RunDir) -> dict[str, Any]:
