@@ -41,7 +41,8 @@ def seed_python_and_numpy(seed: int) -> None:
     random.seed(seed)
     _words_for_numpy.seed(seed | 1 << 64)
     *words, position = _words_for_numpy.getstate()[1]
-    np.random.set_state(("MT19937", words, position))
+    state: Any = "MT19937", words, position  # NumPy's stubs want an array, which takes longer
+    np.random.set_state(state)
 
 
 _words_for_numpy = random.Random()  # noqa: S311  # no secret
