@@ -380,7 +380,9 @@ class Accumulator:
                 if self._window.overlaps:
                     self._window.note_factor(factor)
                 try:
-                    (loss.total if factor == 1.0 else loss.total * factor).backward()
+                    # The bits of (loss.total * factor).backward(), without two operations more.
+                    root = None if factor == 1.0 else torch.full_like(loss.total, factor)
+                    loss.total.backward(root)
                 finally:
                     self._hooks.end_backward()
                     if self._window.overlaps:
