@@ -482,9 +482,9 @@ class GradHooks:
 
     def end_backward(self) -> None:
         """End a backward of the accumulator, which may have failed."""
-        counts, numbers = self._counts, self._numbers
-        for parameter in self._arrived:
-            counts[numbers[id(parameter)]] += 1
+        counts = self._counts
+        for number in map(self._numbers.__getitem__, map(id, self._arrived)):
+            counts[number] += 1
         self._arrived.clear()
         self._on_gradient, self._together = self._on_undeclared, False
 
