@@ -151,7 +151,7 @@ def test_a_micro_step_has_the_operations_of_one_by_hand_and_a_copy_of_its_loss()
 
 @pytest.mark.parametrize(
     ("loop", "python", "built_in"),
-    [("accumulator", 30, 28), ("run.windows", 52, 51), ("job class", 66, 59)],
+    [("accumulator", 27, 25), ("run.windows", 49, 48), ("job class", 63, 56)],
 )
 def test_a_micro_step_calls_few_functions(loop, python, built_in):
     def count(steps):
