@@ -1,6 +1,7 @@
 """Update policy, loss scale, evaluation figures, time accounting, options, polls and ports."""
 
 import math
+import random
 import re
 import socket
 import time
@@ -8,6 +9,8 @@ import time
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from orchestrator.config.reading import read_config
 from orchestrator.engine.api import AccumulationOptions, EngineSettings
@@ -21,7 +24,7 @@ from orchestrator.engine.common.boundary import (
     UpdatePolicy,
 )
 from orchestrator.engine.common.job_checks import check_fits, checked_figures, warn_of_names
-from orchestrator.engine.common.micro_steps import Clock
+from orchestrator.engine.common.micro_steps import Clock, seed_python_and_numpy
 from orchestrator.engine.common.rendezvous import backoff, keep_port
 from orchestrator.errors import ConfigError, JobError, NonFiniteError
 from orchestrator.job import Job
@@ -349,3 +352,18 @@ def test_methods_that_nothing_calls_and_misread_numbers_are_warned_of(members, s
 def test_a_jobs_own_helpers_are_not_warned_of(members, recwarn):
     warn_of_names(type("Named", (Job,), members)())
     assert not recwarn
+
+
+@given(st.integers(0, 2**64 - 1))
+def test_python_and_numpy_are_seeded_as_by_their_own_functions(seed):
+    random.seed(seed)
+    np.random.seed([seed & 0xFFFFFFFF, seed >> 32, 1])
+    python, numpys = random.getstate(), np.random.get_state(legacy=False)
+    np.random.standard_normal()  # leaves a second one for the next call
+    random.gauss(0.0, 1.0)
+    seed_python_and_numpy(seed)
+    assert random.getstate() == python
+    state = np.random.get_state(legacy=False)
+    assert (state["state"]["key"] == numpys["state"]["key"]).all()
+    assert state["state"]["pos"] == numpys["state"]["pos"]
+    assert (state["has_gauss"], state["gauss"]) == (0, 0.0)

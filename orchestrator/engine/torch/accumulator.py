@@ -375,13 +375,16 @@ class Accumulator:
                 # With several windows open, ranks would start their buckets in different orders.
                 early = last and not self._window.overlaps
                 factor = 0.0 if self.padding else self.precision.scale / self._expected_weight
-                self._hooks.on_gradient = self._reduction.before_backward(last=early, leaf=leaf)
+                on_gradient = self._reduction.before_backward(last=early, leaf=leaf)
+                self._hooks.begin_backward(on_gradient, attached=self.buffers.attached)
                 if self._window.overlaps:
                     self._window.note_factor(factor)
                 try:
-                    (loss.total if factor == 1.0 else loss.total * factor).backward()
+                    # The bits of (loss.total * factor).backward(), without two operations more.
+                    root = None if factor == 1.0 else torch.full_like(loss.total, factor)
+                    loss.total.backward(root)
                 finally:
-                    self._hooks.on_gradient = self._window.note_undeclared
+                    self._hooks.end_backward()
                     if self._window.overlaps:
                         self._window.note_factor(1.0)
                 self._reduction.after_backward()

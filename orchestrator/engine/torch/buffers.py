@@ -226,6 +226,7 @@ class GradientBuffers:
         at_begin: of each view the version at the window's start.
         targets: of each parameter the view that its gradients go to, and the same as `.grad`.
         used: 1 for each parameter that got a gradient, as of the latest `complete`.
+        attached: every `.grad` was its view, as of the latest `begin` or `check_attached`.
     """
 
     def __init__(
@@ -277,6 +278,7 @@ class GradientBuffers:
         self.used = bytearray(len(parameters))
         self.at_begin = [-1] * len(parameters)  # no window has begun
         self.targets = list(zip(self.views, self._grads, strict=True))
+        self.attached = False
         numbers = sum(slot.count for slot in self.slots)
         self._copies_first = numbers >= _WORTH_COPYING * len(parameters)
         # With copies, gradients are written by them or by `complete`, but padding is not.
@@ -311,6 +313,7 @@ class GradientBuffers:
         self.at_begin[:] = map(version_of, self.views)
         self.hook_counts[:] = self.at_begin
         self.targets[:] = zip(self.views, self._grads, strict=True)
+        self.attached = not self._copies_first
         if self._copies_first:
             for parameter in self.parameters:
                 parameter.grad = None
@@ -322,26 +325,38 @@ class GradientBuffers:
         for parameter, gradient in zip(self.parameters, self._grads, strict=True):
             parameter.grad = gradient
 
-    def check(self) -> None:
-        """Check that only backwards wrote gradients, before and after one.
+    def check_attached(self) -> None:
+        """Check that the next backward adds to the buffers, and set `attached`.
 
         A `.grad` of None (after `zero_grad(set_to_none=True)`) takes nothing away from what was
         accumulated; what another code's backward put in its place is added.
 
         Raises:
+            JobError: something else put another tensor there.
+        """
+        self.attached = all(map(is_, map(_GRADIENT, self.parameters), self._grads))
+        if self.attached:
+            return
+        for number, parameter in enumerate(self.parameters):
+            found, view = parameter.grad, self.views[number]
+            if found is self._grads[number] or (found is None and self._is_unused(number)):
+                continue
+            if found is not None:
+                if found.requires_grad or self.hook_counts[number] == version_of(view):
+                    raise self._foreign_write(number)
+                view.add_(local_part(found))
+                self.hook_counts[number] = version_of(view)
+            parameter.grad = self._grads[number]
+
+    def check(self) -> None:
+        """Check that only backwards wrote gradients since the window began.
+
+        Once before anything is sent is enough: versions and counts both only grow.
+
+        Raises:
             JobError: something else wrote there.
         """
-        if not all(map(is_, map(_GRADIENT, self.parameters), self._grads)):
-            for number, parameter in enumerate(self.parameters):
-                found, view = parameter.grad, self.views[number]
-                if found is self._grads[number] or (found is None and self._is_unused(number)):
-                    continue
-                if found is not None:
-                    if found.requires_grad or self.hook_counts[number] == version_of(view):
-                        raise self._foreign_write(number)
-                    view.add_(local_part(found))
-                    self.hook_counts[number] = version_of(view)
-                parameter.grad = self._grads[number]
+        self.check_attached()
         if list(map(version_of, self.views)) != self.hook_counts:
             versions = zip(self.views, self.hook_counts, strict=True)
             raise self._foreign_write(
@@ -432,7 +447,8 @@ class GradientBuffers:
 
 # ------------------------------------------------------------------ Gradient hooks
 # Hooks take most of what an accumulator costs in a micro-step, since they run Python once for each
-# parameter. So they only count, unless something waits for the gradient.
+# parameter. So they are one function, whose code and variables stay in the processor's caches, and
+# it only notes the parameter, unless something waits for the gradient.
 
 
 class GradHooks:
@@ -441,38 +457,60 @@ class GradHooks:
     Args:
         parameters: the trained ones.
         buffers: `hook_counts` grows by one for each gradient; a first one is moved to `targets`.
-
-    Attributes:
-        on_gradient: called with the parameter's number for each gradient that has come, unless it
-            is None. Outside of the accumulator's own backwards it is `WindowState.note_undeclared`.
+        on_undeclared: called with a parameter's number for each gradient of a backward that is not
+            the accumulator's.
     """
 
     def __init__(
         self,
         parameters: Sequence[Tensor],
         buffers: GradientBuffers,
-        on_gradient: Callable[[int], None] | None,
+        on_undeclared: Callable[[int], None],
     ) -> None:
-        self.on_gradient = on_gradient
+        self._counts, self._at_begin = buffers.hook_counts, buffers.at_begin
+        self._targets = buffers.targets
+        self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+        self._on_gradient: Callable[[int], None] | None = on_undeclared
+        self._on_undeclared = on_undeclared
+        self._together = False  # count at the end of the backward
+        self._arrived: list[Tensor] = []
         # The nodes that accumulate gradients stay the same ones, and with them the stream of a GPU
         # that they run on: a bucket is sent from the one of its last gradient.
         self._nodes = [get_gradient_edge(p).node for p in parameters if not is_sharded(p)]
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._hook_of(number, buffers))
-            for number, parameter in enumerate(parameters)
-        ]
+        note = self._arrived.append
 
-    def _hook_of(self, number: int, buffers: GradientBuffers) -> Callable[[Tensor], None]:
-        counts, at_begin, targets = buffers.hook_counts, buffers.at_begin, buffers.targets
+        def arrive(parameter: Tensor) -> None:
+            if self._together:
+                note(parameter)
+            else:
+                self._count(parameter)
 
-        def count(parameter: Tensor) -> None:  # a closure is the fastest
-            if counts[number] == at_begin[number]:
-                _move_first(parameter, *targets[number])
+        self._handles = [p.register_post_accumulate_grad_hook(arrive) for p in parameters]
+
+    def begin_backward(self, on_gradient: Callable[[int], None] | None, *, attached: bool) -> None:
+        """Begin a backward of the accumulator.
+
+        Args:
+            on_gradient: called with the parameter's number for each gradient that has come.
+            attached: autograd adds in the buffers, so no first gradient has to be moved there.
+        """
+        self._on_gradient, self._together = on_gradient, on_gradient is None and attached
+
+    def end_backward(self) -> None:
+        """End a backward of the accumulator, which may have failed."""
+        counts = self._counts
+        for number in map(self._numbers.__getitem__, map(id, self._arrived)):
             counts[number] += 1
-            if self.on_gradient is not None:
-                self.on_gradient(number)
+        self._arrived.clear()
+        self._on_gradient, self._together = self._on_undeclared, False
 
-        return count
+    def _count(self, parameter: Tensor) -> None:
+        number = self._numbers[id(parameter)]
+        if self._counts[number] == self._at_begin[number]:
+            _move_first(parameter, *self._targets[number])
+        self._counts[number] += 1
+        if self._on_gradient is not None:
+            self._on_gradient(number)
 
     def remove(self) -> None:
         """Remove the hooks, so that another accumulator may register its own."""

@@ -144,9 +144,13 @@ def batches(
             f"{type(dataset).__name__} without {' and '.join(lacking) or 'either'}"
         )
     collate = collate_of(job)
-    samples: Dataset[Any] = _Samples(dataset, seed, bool(getattr(job, "augments", False)))
+    samples: _Samples | _Rows = _Samples(dataset, seed, bool(getattr(job, "augments", False)))
     if collate is default_collate and (tensors := _rows_of(dataset)) is not None:
         samples, collate = _Rows(tensors), _as_it_is
+    if not (workers or pin_memory):  # a DataLoader's own work in between would take longer
+        for micro_batch in micro_batches:
+            yield collate(samples.__getitems__(micro_batch))
+        return
     loader: DataLoader[Any] = DataLoader(
         samples,
         batch_sampler=micro_batches,  # type: ignore[arg-type]  # an index of any kind serves

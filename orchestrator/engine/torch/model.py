@@ -7,6 +7,7 @@ import os
 from collections import UserDict
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -53,10 +54,17 @@ def seed_torch(seed: int) -> None:
     """
     torch.default_generator.manual_seed(seed)
     # A loader's worker computes on no device, and would wake one up only to seed it.
-    if get_worker_info() is None and torch.accelerator.is_available():
-        device: Any = torch.get_device_module()
-        # Of one that has none (Apple's), torch's own way is the one that is known.
-        getattr(device, "manual_seed_all", torch.manual_seed)(seed)
+    if get_worker_info() is None and (seed_devices := _seed_devices()) is not None:
+        seed_devices(seed)
+
+
+@cache
+def _seed_devices() -> Callable[[int], Any] | None:
+    """Return what seeds the devices of the accelerator in use; None where there is none."""
+    if not torch.accelerator.is_available():
+        return None
+    # Of one that has none (Apple's), torch's own way is the one that is known.
+    return getattr(torch.get_device_module(), "manual_seed_all", torch.manual_seed)
 
 
 @contextmanager

@@ -128,9 +128,10 @@ class FastReduction:
             rank, or with one bucket, which waits for the trailer.
         """
         del leaf
-        self.buffers.check()
         if not (last and self._early_buckets):
+            self.buffers.check_attached()
             return None
+        self.buffers.check()  # before the boundary does: a bucket that left cannot be taken back
         self._arrived.clear()
         return self._send_completed
 
@@ -151,8 +152,7 @@ class FastReduction:
             self._send_next()
 
     def after_backward(self) -> None:
-        """Check what the backward wrote. Buckets that are not ready leave at the boundary."""
-        self.buffers.check()
+        """Do nothing: the boundary checks what the backward wrote, and sends what is left."""
 
     def reduce(self, trailer: Trailer) -> tuple[Trailer, GradientNorm]:
         """Send the rest, and wait for all sums. Collective.

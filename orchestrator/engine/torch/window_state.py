@@ -10,10 +10,9 @@ from __future__ import annotations
 import sys
 import warnings
 import zlib
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 from torch.nn import Module
@@ -94,9 +93,11 @@ class WindowState:
         self.mark, self._transport_mark = group.mark(), 0
         self.overlaps = False  # another accumulator's window was open on this group meanwhile
 
-    @contextmanager
-    def within(self, call: str) -> Generator[None]:
-        """Refuse other calls while `call` runs, from hooks and other threads alike.
+    def within(self, call: str) -> Self:
+        """Begin a call, and return the context that ends it: `with state.within(call):`.
+
+        Within it other calls are refused, from hooks and other threads alike. Entered in every
+        micro-step, so no generator.
 
         Raises:
             JobError: one runs, or none may any more.
@@ -109,9 +110,13 @@ class WindowState:
         if self._unusable is not None:
             raise JobError(self._unusable)
         self._running_call = call
-        try:
-            yield
-        except BaseException as error:
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
             what = f"{type(error).__name__}: {error_text(error)}"
             if self.error_breaks == "window":
                 self._broken = f"one failed with {what.partition(chr(10))[0]}"
@@ -120,9 +125,7 @@ class WindowState:
                     f"update {self.update} failed on this rank, so it may no longer be in step "
                     f"with the others and has to end. What failed was {what}"
                 )
-            raise
-        finally:
-            self._running_call, self.error_breaks = None, ""
+        self._running_call, self.error_breaks = None, ""
 
     def begin(self, update: int | None, *, implied_by: str | None) -> None:
         """Begin a window, from nothing, and its silence.
