@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, Literal
 
 from orchestrator.agent.judge import Standing
@@ -97,7 +96,7 @@ class WorkerState:
             it; None until it has answered that another worker failed.
         left_after: it has left its window, after so many updates; `failed`: by an error of its own.
         given_up: the cause, if it is killed because it hangs.
-        seen: its position, by its latest report.
+        report: its position, as it was sent last. Few are looked at, so it is read when it is.
         log_bytes: size of its log when its stack was requested.
     """
 
@@ -116,8 +115,12 @@ class WorkerState:
     stands_since: float = 0.0
     program: bool = False
     given_up: str = ""
-    seen: RankPosition = field(default_factory=RankPosition)
+    report: Mapping[str, Any] = field(default_factory=dict[str, Any])
     log_bytes: int | None = None
+
+    @property
+    def seen(self) -> RankPosition:
+        return RankPosition.from_json(self.report)
 
 
 @dataclass(slots=True)
@@ -149,7 +152,7 @@ class Coordinator:
     ) -> None:
         self._clock = clock
         self._spec, self._run = spec, RunDir(spec.run)
-        self._ranks, self._log_of = spec.ranks, cache(spec.log_of)  # needed for each of R ends
+        self._ranks = spec.ranks
         self._record = GenerationRecord(self._run.attempt(spec.attempt))
         self._began = self._folder_seen = self._clock()
         self._folder_missing = 0  # how often in a row
@@ -267,7 +270,7 @@ class Coordinator:
         end = AbnormalEnd(
             time=self._clock(),
             node=self._spec.name_of(index),
-            log=self._log_of(index),
+            index=index,
             rank=None,
             status=-signal.SIGKILL,  # the others treat it as killed
             why=cause,
@@ -284,7 +287,7 @@ class Coordinator:
         self.changed = True
         kind, worker = event["event"], self.workers[event["rank"]]
         if "seen" in event:
-            worker.seen = RankPosition.from_json(event["seen"])
+            worker.report = event["seen"]
         if kind == "started":
             self.workers[worker.rank] = WorkerState(worker.rank, event["incarnation"], "alive")
             self._stands.discard(worker.rank)
@@ -348,7 +351,7 @@ class Coordinator:
         end = AbnormalEnd(
             time=self._clock() - event["ago_s"],
             node=self._spec.name_of(index),
-            log=self._log_of(index),
+            index=index,
             rank=rank,
             status=event["status"],
             out_of_memory=event.get("out_of_memory", False),
@@ -613,6 +616,8 @@ class Coordinator:
             if worker.log_bytes is not None:
                 log_file = self._run.rank_log(worker.rank)
                 culprit = add_position(culprit, worker.seen, log_file, worker.log_bytes)
+        if not culprit.hangs:
+            return culprit
         return add_waits(culprit, {one.rank: one.seen.waits for one in self.workers.values()})
 
     def _warn(self, rank: int, sentence: str) -> None:
@@ -914,8 +919,8 @@ class Coordinator:
             return
         if self._restart_at:
             return
-        nodes = {self._node_of(member) for member in self._members}
-        out_of_reach = self._generation > 0 and all(self.agents[index].lost for index in nodes)
+        nodes = {self._node_of(member) for member in self._members if self._generation > 0}
+        out_of_reach = nodes and all(self.agents[index].lost for index in nodes)
         if out_of_reach and nodes - self._closed_ports(nodes):
             # Some of the members may live: the attempt goes on there, and its outcome is theirs.
             log.info("the other nodes continue without this one; its agent ends")
