@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from heapq import nsmallest
 from typing import Any, Literal
 
 from orchestrator.agent.judge import Standing
@@ -70,6 +71,8 @@ PROBE_S = 1.0
 """Between two probes of agents that have not connected: each costs a connection to each of them."""
 MOST_PROBES = 64
 """Agents that are probed together: their addresses are in files, on a file system that is slow."""
+MOST_READ = 4
+"""Of these files in one turn, but the first, so that connections that wait are soon answered."""
 LEAST_SILENCE_S = 2.5 * BEAT_S
 AGENT_GONE = f"{NODE_WENT_AWAY}its agent is gone"
 REST_S = 0.5
@@ -792,15 +795,17 @@ class Coordinator:
         One whose port is open lives, and may be late because many others connect as well. It has
         the time in which a connected one may be silent.
         """
-        if awaited and now - self._probed >= PROBE_S:
+        asked = nsmallest(MOST_PROBES, awaited, key=lambda agent: (agent.probed, agent.index))
+        unread = [agent for agent in asked if agent.peer is None]
+        for agent in unread[: MOST_READ if self._probed else MOST_PROBES]:
+            agent.peer = agent_file(self._run, self._spec.attempt, agent.index)
+            if agent.peer is None:
+                agent.probed, agent.port = now, Port.SILENT
+        known = {agent.index: agent.peer for agent in asked if agent.peer is not None}
+        if known and now - self._probed >= PROBE_S:
             self._probed = now
-            asked = sorted(awaited, key=lambda agent: (agent.probed, agent.index))[:MOST_PROBES]
-            for agent in asked:
-                agent.peer = agent.peer or agent_file(self._run, self._spec.attempt, agent.index)
-            known = {agent.index: agent.peer for agent in asked if agent.peer is not None}
-            states = probe_ports(known, REACH_S)
-            for agent in asked:
-                agent.probed, agent.port = now, states.get(agent.index, Port.SILENT)
+            for index, port in probe_ports(known, REACH_S).items():
+                self.agents[index].probed, self.agents[index].port = now, port
         waited_s = now - self._began
         for agent in awaited:
             silent = waited_s > COME_S and agent.port is Port.SILENT
