@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PATH = f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'third_party' / 'framework'}"
 COMMANDS = ("orchestrator.launch", "orchestrator.__main__")
 TORCH = ("torch.distributed", "torch.distributed.pipelining", "orchestrator.engine.torch.framework")
-OURS = ("config.composer", "cli.start", "clusters.local.cluster", "clusters.slurm.cluster",
+OURS = ("config.composer", "cli.start", "clusters.local.handle", "clusters.slurm.cluster",
         "report.compare", "cli.status", "cli.resume")  # fmt: skip
 NAMES = (*COMMANDS, *(f"orchestrator.{name}" for name in OURS))
 IMPORTED = {"commands": NAMES, "runs": (*NAMES, *TORCH, "orchestrator.trainer.main")}
@@ -267,9 +267,9 @@ def _become(order, out, err):
     os.chdir(asked["cwd"])
     sys.path[0] = asked["cwd"]
     if sys.argv[2] == "runs":
-        from orchestrator.clusters.local import cluster
+        from orchestrator.clusters.local import handle
 
-        cluster.spawn_nodes = spawn_nodes
+        handle.spawn_nodes = spawn_nodes
     if asked.get("leads"):
         os.setsid()
         name_after([sys.executable, "-m", asked["module"], *asked["arguments"]])
