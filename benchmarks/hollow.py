@@ -1,8 +1,10 @@
 """Hollow runs of many nodes in one process: real agents, coordinators, links over loopback and run
 folder; workers that only have a rank, and a clock that the caller moves.
 
-What an agent does in a turn costs no simulated time, but opening files (`open_s` each): it takes
-part again once they are read. Processor time, bytes and opened files are counted.
+An agent takes a turn in each step, and at each moment at which it has something to read, as
+`select` wakes it. A message takes a moment. What an agent does in a turn costs no simulated time,
+but opening files (`open_s` each): it takes part again once they are read. Processor time, bytes and
+opened files are counted.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.generations import GenerationRecord
 from orchestrator.rundir.outcome import failure_record
 
-STEP_S = 0.1
+STEP_S, MOMENT_S = 0.1, 0.01
+MOMENTS = round(STEP_S / MOMENT_S)
 SEEN = asdict(RankPosition())
 
 
@@ -130,6 +133,10 @@ class HollowAgent(Agent):
         return found
 
     @property
+    def has_input(self) -> bool:
+        return bool(self._selector.select(0))
+
+    @property
     def over(self) -> bool:
         return self._over
 
@@ -162,7 +169,8 @@ class HollowRun:
 
     Args:
         open_s: simulated seconds for which an opened file keeps its agent from its next turn.
-        late_s: connections to the next coordinator succeed after up to so many seconds.
+        late_s: agents connect to the next coordinator in the course of so many seconds, each at an
+            attempt, which are `STEP_S` apart.
 
     Attributes:
         opened: files that each node's agent has opened.
@@ -207,6 +215,7 @@ class HollowRun:
         self._open_s, self._late_s = open_s, late_s
         self._busy_until: defaultdict[int, float] = defaultdict(float)
         self._connects_at: dict[int, float] = {}
+        self._moments = 0
         self.opened, self.sent = Counter[int](), Counter[int]()
         self.processor_s: defaultdict[int, float] = defaultdict(float)
 
@@ -276,17 +285,25 @@ class HollowRun:
         if agent.over:
             self.kill(index)
 
-    def step(self, seconds: float = STEP_S) -> None:
-        """Let time pass, and each agent take a turn, in random order."""
-        self.now += seconds
+    def step(self) -> None:
+        """Let `STEP_S` pass, in which each agent takes a turn, in random order."""
+        for _ in range(MOMENTS):
+            self._pass_moment()
+
+    def _pass_moment(self) -> None:
+        """Let `MOMENT_S` pass. Agents that have something to read take a turn, or all do."""
+        self.now += MOMENT_S
+        self._moments += 1
+        ends_step = self._moments % MOMENTS == 0
         order = list(self.agents)
         self.chance.shuffle(order)
         for index in order:
-            if index in self.agents and self.now >= self._busy_until[index]:
+            is_free = index in self.agents and self.now >= self._busy_until[index]
+            if is_free and (ends_step or self.agents[index].has_input):
                 self.turn(index)
 
     def until(self, condition: Callable[[], Any], most_s: float) -> float:
-        """Step until the condition holds; return the simulated seconds.
+        """Let time pass until the condition holds; return the simulated seconds.
 
         Raises:
             TimeoutError: it does not, for `most_s`.
@@ -295,7 +312,7 @@ class HollowRun:
         while not condition():
             if self.now - began > most_s:
                 raise TimeoutError(f"not within {most_s:g} simulated seconds")
-            self.step()
+            self._pass_moment()
         return self.now - began
 
     def train(self, seconds: int) -> None:
@@ -327,7 +344,8 @@ class HollowRun:
     def take_over(self) -> float:
         """Kill the first node; step until the next generation; return the seconds."""
         if self._late_s:
-            late = {i: self.now + self.chance.uniform(0, self._late_s) for i in self.agents}
+            latest_s = self._late_s - STEP_S  # the next attempt may be so much later
+            late = {i: self.now + self.chance.uniform(0, latest_s) for i in self.agents}
             self._connects_at = late
         self.kill(0)
         return self.until(lambda: self.newest["generation"] > 0, 60.0)

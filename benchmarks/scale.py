@@ -20,8 +20,8 @@ NOTE = f"""\
 Real agents, coordinators, links over loopback and files, in one process; workers that only have a
 rank; a simulated clock in steps of 0.1 s. N nodes of {RANKS_PER_NODE} ranks. Each event is one run.
 A rack is {RACK:.0%} of the nodes. Steady load is that of a second of training, with a turn of the
-coordinator for each heartbeat. Slow: each opened file keeps its agent for 5 ms, and connections to
-the next coordinator succeed only after up to 5 s. Survivors are the members of the next generation,
+coordinator for each heartbeat. Slow: each opened file keeps its agent for 5 ms, and agents connect
+to the next coordinator in the course of 5 s. Survivors are the members of the next generation,
 of all healthy ranks. Seconds are simulated, from the event until every live rank has the new
 generation, or until the last agent has ended; CPU seconds are real ones of the coordinator alone;
 files and bytes are those of all agents together."""

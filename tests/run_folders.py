@@ -51,13 +51,12 @@ def write_failure(run, rank, cause="ValueError: wrong", *, attempt=0, **changes)
 
 
 def record(update, attempt=0, **changes):
-    """One line of metrics.jsonl: 256 samples in 0.2 s, one update a second."""
+    """One line of metrics.jsonl as training writes it: 256 samples in 0.2 s, an update a second."""
     return {
         "update": update,
-        "epoch": 0,
         "time": 1000.0 + update,
-        "attempt": attempt,
         "loss": 1 / (update + 1),
+        "epoch": 0,
         "learning_rate": 0.001,
         "samples": 256,
         "weight": 256.0,
@@ -73,6 +72,7 @@ def record(update, attempt=0, **changes):
         "applied": True,
         "metrics": {},
         **changes,
+        "attempt": attempt,
     }
 
 

@@ -38,7 +38,7 @@ TORCH = ("torch.distributed", "torch.distributed.pipelining", "orchestrator.engi
 OURS = (
     "config.composer",
     "cli.start",
-    "clusters.local.cluster",
+    "clusters.local.handle",
     "clusters.slurm.cluster",
     "report.compare",
     "cli.status",
@@ -279,9 +279,9 @@ def _become(order, out, err):
     os.chdir(asked["cwd"])
     sys.path[0] = asked["cwd"]
     if sys.argv[2] == "runs":
-        from orchestrator.clusters.local import cluster
+        from orchestrator.clusters.local import handle
 
-        cluster.spawn_nodes = spawn_nodes
+        handle.spawn_nodes = spawn_nodes
     if asked.get("leads"):
         os.setsid()
         name_after([sys.executable, "-m", asked["module"], *asked["arguments"]])

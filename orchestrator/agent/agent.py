@@ -307,24 +307,29 @@ class Agent:
 
     def _obey_coordinator(self) -> None:
         assert self._coordinator is not None  # noqa: S101  # called where there is one
-        for agent, command in self._coordinator.commands():
-            if command["command"] == "disconnect":
-                if agent in self._followers:
-                    self._close(self._followers[agent])
-                continue
+        commands, to_all = self._coordinator.commands(), list[dict[str, Any]]()
+        for agent, command in commands:
             if agent is None:
-                self._relay(command)
-            elif agent in self._followers:
-                self._followers[agent].send(**command)
+                to_all.append(command)
+                continue
+            self._relay(*to_all)
+            to_all.clear()
+            if agent in self._followers:
+                if command["command"] == "disconnect":
+                    self._close(self._followers[agent])
+                else:
+                    self._followers[agent].send(**command)
+        self._relay(*to_all)
+        for agent, command in commands:
             if agent in (None, self._spec.index):
                 self._obey(command)
 
-    def _relay(self, command: Mapping[str, Any]) -> None:
-        """Send a command to all followers."""
-        if self._followers:
-            line = line_of(command)
+    def _relay(self, *commands: Mapping[str, Any]) -> None:
+        """Send commands to all followers, together."""
+        if self._followers and commands:
+            lines = b"".join(map(line_of, commands))
             for link in list(self._followers.values()):
-                link.send_line(line)
+                link.send_line(lines)
 
     def _obey(self, command: Mapping[str, Any]) -> None:
         kind = command["command"]

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from heapq import nsmallest
 from typing import Any, Literal
 
 from orchestrator.agent.judge import Standing
@@ -71,6 +71,8 @@ PROBE_S = 1.0
 """Between two probes of agents that have not connected: each costs a connection to each of them."""
 MOST_PROBES = 64
 """Agents that are probed together: their addresses are in files, on a file system that is slow."""
+MOST_READ = 4
+"""Of these files in one turn, but the first, so that connections that wait are soon answered."""
 LEAST_SILENCE_S = 2.5 * BEAT_S
 AGENT_GONE = f"{NODE_WENT_AWAY}its agent is gone"
 REST_S = 0.5
@@ -97,7 +99,7 @@ class WorkerState:
             it; None until it has answered that another worker failed.
         left_after: it has left its window, after so many updates; `failed`: by an error of its own.
         given_up: the cause, if it is killed because it hangs.
-        seen: its position, by its latest report.
+        report: its position, as it was sent last. Few are looked at, so it is read when it is.
         log_bytes: size of its log when its stack was requested.
     """
 
@@ -116,8 +118,12 @@ class WorkerState:
     stands_since: float = 0.0
     program: bool = False
     given_up: str = ""
-    seen: RankPosition = field(default_factory=RankPosition)
+    report: Mapping[str, Any] = field(default_factory=dict[str, Any])
     log_bytes: int | None = None
+
+    @property
+    def seen(self) -> RankPosition:
+        return RankPosition.from_json(self.report)
 
 
 @dataclass(slots=True)
@@ -149,7 +155,7 @@ class Coordinator:
     ) -> None:
         self._clock = clock
         self._spec, self._run = spec, RunDir(spec.run)
-        self._ranks, self._log_of = spec.ranks, cache(spec.log_of)  # needed for each of R ends
+        self._ranks = spec.ranks
         self._record = GenerationRecord(self._run.attempt(spec.attempt))
         self._began = self._folder_seen = self._clock()
         self._folder_missing = 0  # how often in a row
@@ -268,7 +274,7 @@ class Coordinator:
         end = AbnormalEnd(
             time=self._clock(),
             node=self._spec.name_of(index),
-            log=self._log_of(index),
+            index=index,
             rank=None,
             status=-signal.SIGKILL,  # the others treat it as killed
             why=cause,
@@ -285,7 +291,7 @@ class Coordinator:
         self.changed = True
         kind, worker = event["event"], self.workers[event["rank"]]
         if "seen" in event:
-            worker.seen = RankPosition.from_json(event["seen"])
+            worker.report = event["seen"]
         if kind == "started":
             self.workers[worker.rank] = WorkerState(worker.rank, event["incarnation"], "alive")
             self._stands.discard(worker.rank)
@@ -353,7 +359,7 @@ class Coordinator:
         end = AbnormalEnd(
             time=self._clock() - event["ago_s"],
             node=self._spec.name_of(index),
-            log=self._log_of(index),
+            index=index,
             rank=rank,
             status=event["status"],
             out_of_memory=event.get("out_of_memory", False),
@@ -618,6 +624,8 @@ class Coordinator:
             if worker.log_bytes is not None:
                 log_file = self._run.rank_log(worker.rank)
                 culprit = add_position(culprit, worker.seen, log_file, worker.log_bytes)
+        if not culprit.hangs:
+            return culprit
         return add_waits(culprit, {one.rank: one.seen.waits for one in self.workers.values()})
 
     def _warn(self, rank: int, sentence: str) -> None:
@@ -792,15 +800,17 @@ class Coordinator:
         One whose port is open lives, and may be late because many others connect as well. It has
         the time in which a connected one may be silent.
         """
-        if awaited and now - self._probed >= PROBE_S:
+        asked = nsmallest(MOST_PROBES, awaited, key=lambda agent: (agent.probed, agent.index))
+        unread = [agent for agent in asked if agent.peer is None]
+        for agent in unread[: MOST_READ if self._probed else MOST_PROBES]:
+            agent.peer = agent_file(self._run, self._spec.attempt, agent.index)
+            if agent.peer is None:
+                agent.probed, agent.port = now, Port.SILENT
+        known = {agent.index: agent.peer for agent in asked if agent.peer is not None}
+        if known and now - self._probed >= PROBE_S:
             self._probed = now
-            asked = sorted(awaited, key=lambda agent: (agent.probed, agent.index))[:MOST_PROBES]
-            for agent in asked:
-                agent.peer = agent.peer or agent_file(self._run, self._spec.attempt, agent.index)
-            known = {agent.index: agent.peer for agent in asked if agent.peer is not None}
-            states = probe_ports(known, REACH_S)
-            for agent in asked:
-                agent.probed, agent.port = now, states.get(agent.index, Port.SILENT)
+            for index, port in probe_ports(known, REACH_S).items():
+                self.agents[index].probed, self.agents[index].port = now, port
         waited_s = now - self._began
         for agent in awaited:
             silent = waited_s > COME_S and agent.port is Port.SILENT
@@ -919,8 +929,8 @@ class Coordinator:
             return
         if self._restart_at:
             return
-        nodes = {self._node_of(member) for member in self._members}
-        out_of_reach = self._generation > 0 and all(self.agents[index].lost for index in nodes)
+        nodes = {self._node_of(member) for member in self._members if self._generation > 0}
+        out_of_reach = nodes and all(self.agents[index].lost for index in nodes)
         if out_of_reach and nodes - self._closed_ports(nodes):
             # Some of the members may live: the attempt goes on there, and its outcome is theirs.
             log.info("the other nodes continue without this one; its agent ends")

@@ -110,11 +110,12 @@ class Link:
         most = 1 << 16 if self.peer_index is None else MOST_BYTES
         if max(map(len, (*lines, self.unread))) > most:
             return None
-        try:
-            messages = [json.loads(line.decode()) for line in lines]
+        try:  # in one call, since thousands of workers may end together
+            messages = json.loads((b"[" + b",".join(lines) + b"]").decode())
         except (ValueError, RecursionError):
             return None
-        return messages if all(isinstance(one, dict) for one in messages) else None
+        is_sound = len(messages) == len(lines) and all(isinstance(one, dict) for one in messages)
+        return messages if is_sound else None
 
     def close(self) -> None:
         self.socket.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from orchestrator.agent.processes import descendants, state_of
@@ -47,11 +47,19 @@ class RankPosition:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> RankPosition:
         known: dict[str, Any] = dict(value)
-        known["stack"] = tuple(Frame(*frame) for frame in value["stack"])
+        known["stack"] = tuple(Frame(*frame) for frame in value.get("stack", ()))
         return cls(**known)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults: each rank sends them once a second."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value != DEFAULTS[name]}
 
     def stack_lines(self) -> list[str]:
         return as_lines(self.stack)
+
+
+DEFAULTS = {field.name: field.default for field in fields(RankPosition)}
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -300,7 +300,7 @@ class Workers:
                         "event": "stopped",
                         "rank": worker.rank,
                         "seconds": seconds,
-                        "seen": asdict(worker.seen),
+                        "seen": worker.seen.to_json(),
                     }
                 )
             elif signs.received and not signs.final_state and not signs.program:
@@ -388,7 +388,7 @@ class Workers:
                 "cause": cause,
                 "asleep": bool(asleep),
                 "silent": silent,
-                "seen": asdict(seen),
+                "seen": seen.to_json(),
             },
         )
 
@@ -398,7 +398,7 @@ class Workers:
             "standing": standing.value,
             "seconds": seconds,
             "program": worker.program is not None,
-            "seen": asdict(worker.seen),
+            "seen": worker.seen.to_json(),
         }
         self._report_of(worker, event)
 
@@ -467,7 +467,7 @@ class Workers:
             "ago_s": time.monotonic() - worker.ended,
             "final_state": worker.signs.final_state,
             "failure": worker.signs.failure,
-            "seen": asdict(worker.seen),
+            "seen": worker.seen.to_json(),
         }
 
     def keep_positions(self, *, stacks: bool) -> None:

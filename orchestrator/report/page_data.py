@@ -349,17 +349,16 @@ class Curves:
         """Yield the updates again."""
         attempt: Any = None
         for number, record in enumerate(updates):
-            if not number:
-                self._began = record["time"] - (record.get("update_s") or 0)
             self._samples += record.get("samples") or 0
-            restarts = bool(number) and record.get("attempt") != attempt
-            attempt = record.get("attempt")
-            if restarts or number in self._drawn:
+            if number in self._drawn or record.get("attempt") != attempt:
+                if not number:
+                    self._began = record["time"] - (record.get("update_s") or 0)
                 row = self._row(record)
-                if restarts:
+                if number and record.get("attempt") != attempt:
                     self._restarts.append((row, (record.get("restart") or {}).get("why", "")))
                 if number in self._drawn:
                     self.rows.append(row)
+                attempt = record.get("attempt")
             yield record
 
     def _row(self, record: Record) -> dict[str, Any]:

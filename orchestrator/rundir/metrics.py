@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 import struct
 import time
@@ -20,6 +21,8 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, overload
 
@@ -85,6 +88,12 @@ class Tail:
 
     def lines(self) -> Iterator[tuple[int, Record]]:
         """Yield new complete records, oldest first, each with its line's position in the file."""
+        for position, line in self.raw_lines():
+            if (record := _record(line)) is not None:
+                yield position, record
+
+    def raw_lines(self) -> Iterator[tuple[int, bytes]]:
+        """Yield new whole lines, oldest first, each with its position in the file."""
         try:
             descriptor = open_nofollow(self.path)
         except FileNotFoundError:
@@ -96,8 +105,7 @@ class Tail:
                     break
                 position = self._offset
                 self._offset += len(line)
-                if (record := _record(line)) is not None:
-                    yield position, record
+                yield position, line
 
 
 class StoredRecords(Sequence[Record]):
@@ -134,7 +142,10 @@ class StoredRecords(Sequence[Record]):
                 line = file.readline()
                 end = position + len(line)
                 if (record := _record(line)) is None:
-                    raise RunFolderError(f"{self._path} was changed while it was read")
+                    raise RunFolderError(
+                        f"{self._path} was changed while it was read, or is damaged at byte "
+                        f"{position}"
+                    )
                 yield record
 
 
@@ -214,20 +225,23 @@ class History:
         kind = Kind.of(record)
         if kind is Kind.EVALUATION:
             self._evaluations.add(record["update"], position)
-        if kind not in (Kind.UPDATE, Kind.CHANGE):
-            return
-        attempt = record.get("attempt", 0)
-        if attempt < self._attempt:
-            return
-        if attempt > self._attempt:
-            self._forget_from(record["update"])
-            self._attempt = attempt
-        if kind is Kind.CHANGE:
+        if kind is Kind.UPDATE:
+            self._note_update(record["update"], record.get("attempt", 0), position)
+        elif kind is Kind.CHANGE and self._is_latest(record["update"], record.get("attempt", 0)):
             self.changes.append(record)
             if "lost_updates" in record.get("survived", ()):  # back to a checkpoint
                 self._forget_from(record["update"])
-        else:
-            self._updates.add(record["update"], position)
+
+    def _note_update(self, update: int, attempt: int, position: int) -> None:
+        if attempt == self._attempt or self._is_latest(update, attempt):
+            self._updates.add(update, position)
+
+    def _is_latest(self, update: int, attempt: int) -> bool:
+        """Return whether a line is of the latest attempt, of which it may be the first one."""
+        if attempt > self._attempt:
+            self._forget_from(update)
+            self._attempt = attempt
+        return attempt == self._attempt
 
     def _forget_from(self, update: int) -> None:
         self._updates.forget_from(update)
@@ -264,13 +278,19 @@ class History:
 
 
 class StoredHistory(History):
-    """A history that keeps the positions of its records in a file, in place of the records."""
+    """A history that keeps the positions of its records in a file, in place of the records.
+
+    Of most lines it needs two numbers, so it does not parse the others.
+    """
 
     def __init__(self, tail: Tail) -> None:
         super().__init__()
         self._path = tail.path
-        for position, record in tail.lines():
-            self._note(record, position)
+        for position, line in tail.raw_lines():
+            if (numbers := _numbers_of_update(line)) is not None:
+                self._note_update(*numbers, position)
+            elif (record := _record(line)) is not None:
+                self._note(record, position)
 
     def _read(self, positions: Sequence[int]) -> Sequence[Record]:
         return StoredRecords(self._path, positions)
@@ -309,6 +329,24 @@ def _record(line: bytes) -> Record | None:
         return None
     update = value.get("update")
     return value if isinstance(update, int) and abs(update) < 2**63 else None
+
+
+_BEGIN_OF_UPDATE = re.compile(rb'\{"update": (\d{1,18}), "time": [\d.]+, "loss": ')
+
+
+def _numbers_of_update(line: bytes) -> tuple[int, int] | None:
+    r"""Return the update and the attempt in an update's line as training writes it: they are its
+    first value and its last one. None of another line, and of a torn one, which lacks its end.
+
+    >>> line = b'{"update": 7, "time": 1.5, "loss": 0.5, "metrics": {"error": 1}, "attempt": 2}\n'
+    >>> _numbers_of_update(line), _numbers_of_update(line[:-15] + b"\n")
+    ((7, 2), None)
+    """
+    begin = _BEGIN_OF_UPDATE.match(line)
+    if begin is None or line.count(b"{") > 2 or line.count(b"{") != line.count(b"}"):
+        return None
+    attempt = line.rpartition(b', "attempt": ')[2].removesuffix(b"}\n")
+    return (int(begin[1]), int(attempt)) if attempt.isdigit() else None
 
 
 def recent_records(path: Path) -> list[Record]:
@@ -363,6 +401,8 @@ class Figures:
     SUMMED = (
         "samples", "collectives", "bytes_on_wire", "update_s", "compute_s", "wait_s", "optimizer_s",
     )  # fmt: skip
+    TOGETHER = 64  # whose records are kept for a moment
+    _FIELDS = itemgetter("peak_memory_bytes", "attempt", "time", *SUMMED)
 
     def __init__(self, updates: Iterable[Record] = ()) -> None:
         self.count = 0
@@ -373,8 +413,38 @@ class Figures:
         # The first update of each attempt also warms up caches. It is used only if all are first.
         self._first, self._others = _Times(), _Times()
         self._attempt: int | None = None
-        for record in updates:
-            self.add(record)
+        rest = iter(updates)
+        while records := list(islice(rest, self.TOGETHER)):
+            self.add_all(records)
+
+    def add_all(self, records: Sequence[Record]) -> None:
+        """Add the next updates."""
+        if not self._add_alike(records):
+            for record in records:
+                self.add(record)
+
+    def _add_alike(self, records: Sequence[Record]) -> bool:
+        """Add updates together, by field, if they are of the attempt under way and have all fields,
+        which most do. Return whether they have.
+        """
+        try:
+            columns = [*zip(*map(self._FIELDS, records), strict=True)]
+            peaks, attempts, times, *summed = columns
+            values = dict(zip(self.SUMMED, summed, strict=True))
+            sums = {name: sum(column, self._sums[name]) for name, column in values.items()}
+            peak = max(self.peak_memory_bytes or 0, *peaks)
+        except (KeyError, TypeError):  # without a field, or with a null
+            return False
+        is_under_way = attempts.count(self._attempt) == len(records) and attempts[0] in self.spans
+        if not is_under_way or None in times or not all(values["update_s"]):
+            return False
+        self.count += len(records)
+        self._sums, self.peak_memory_bytes = sums, peak
+        for name in self.SUMMED:
+            self._counts[name] += len(records)
+        self._others.add_all(values["update_s"], values["samples"])
+        self.spans[attempts[0]] = (self.spans[attempts[0]][0], times[-1])
+        return True
 
     def add(self, record: Record) -> None:
         """Add the next update."""
@@ -470,6 +540,11 @@ class _Times:
         if samples is not None:
             self._samples += samples
             self._samples_s += seconds
+
+    def add_all(self, seconds: Sequence[float], samples: Sequence[int]) -> None:
+        self.seconds.extend(seconds)
+        self._samples += sum(samples)
+        self._samples_s += sum(seconds)
 
     @property
     def samples_per_second(self) -> float | None:

@@ -22,7 +22,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from typing import Any
 
 from orchestrator.agent.liveness import BEAT_S, LINK_VARIABLE, RankPosition
@@ -147,7 +146,7 @@ class AgentLink:
 
     def _report(self) -> None:
         if not self._ended.is_set():
-            self._send({"seen": asdict(self._seen())})
+            self._send({"seen": self._seen().to_json()})
 
     def _seen(self) -> RankPosition:
         now, (came, position, numbers) = time.monotonic(), self._position

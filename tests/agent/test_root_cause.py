@@ -1,18 +1,15 @@
 """The root cause of a failure from few facts."""
 
-from pathlib import Path
-
 import pytest
 
 from orchestrator.agent.liveness import RankPosition
 from orchestrator.agent.root_cause import TAIL_BYTES, AbnormalEnd, Straggler, find_root_cause, tail
 from tests.run_folders import write_failure
 
-NOWHERE = Path("/nowhere/node.log")
 
-
-def ended(node, rank, status, time=0.0, log=NOWHERE, why=""):
-    return AbnormalEnd(time=time, node=node, log=log, rank=rank, status=status, why=why)
+def ended(node, rank, status, time=0.0, why=""):
+    index = int(node.removeprefix("node"))
+    return AbnormalEnd(time=time, node=node, index=index, rank=rank, status=status, why=why)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +70,7 @@ def test_a_node_that_went_away_is_named_without_a_rank(begun):
     culprit = find_root_cause(
         begun,
         begun.failures(0),
-        [ended("node1", None, -9, log=begun.node_log("node1"), why="its agent is gone")],
+        [ended("node1", None, -9, why="its agent is gone")],
     )
     assert (culprit.rank, culprit.node, culprit.log_tail) == (None, "node1", ("last",))
     assert culprit.cause == "its agent is gone"
@@ -118,17 +115,17 @@ def test_the_first_in_time_is_blamed_whatever_the_order_in_which_they_are_told(b
 
 
 def test_a_failure_is_told_with_all_that_the_rank_said_and_the_end_of_its_log(begun):
-    failure = {"rank": 2, "node": "n9", "cause": "no such file", "time": 1.0, "usage": True,
+    failure = {"rank": 2, "node": "node9", "cause": "no such file", "time": 1.0, "usage": True,
                "secondary": False}  # fmt: skip
     begun.rank_log(2).write_text("one\ntwo\n")
-    culprit = find_root_cause(begun, [failure], [ended("n9", 2, 1)])
-    assert (culprit.rank, culprit.node, culprit.cause) == (2, "n9", "no such file")
+    culprit = find_root_cause(begun, [failure], [ended("node9", 2, 1)])
+    assert (culprit.rank, culprit.node, culprit.cause) == (2, "node9", "no such file")
     assert (culprit.usage, culprit.log_tail) == (True, ("one", "two"))
 
 
 def test_a_rank_without_a_log_of_its_own_is_heard_in_its_nodes(begun):
     begun.node_log("node1").write_text("error: ImportError\n")
-    culprit = find_root_cause(begun, [], [ended("node1", 1, 1, log=begun.node_log("node1"))])
+    culprit = find_root_cause(begun, [], [ended("node1", 1, 1)])
     assert (culprit.cause, culprit.log_tail) == ("ImportError", ("error: ImportError",))
 
 

@@ -1,13 +1,15 @@
 """Growth with the number of nodes, in counts: opened files, bytes, looks at all ranks."""
 
 import random
+import sys
+from collections import Counter
 
 import pytest
 
 from benchmarks.hollow import HollowRun
 from orchestrator.agent import agent as agent_module
 from orchestrator.agent.coordinator import Coordinator
-from orchestrator.agent.links import Peer, Port, probe_ports
+from orchestrator.agent.links import Link, Peer, Port, line_of, probe_ports
 from orchestrator.engine.common.rendezvous import listen
 from orchestrator.rundir.generations import members_of, message_of
 from tests.agent.test_coordinator import Attempt
@@ -28,8 +30,9 @@ def test_every_healthy_rank_survives_a_takeover(tmp_path, seed):
         formation_bytes = sum(run.sent.values())
         assert formation_bytes <= 2000 * NODES  # the workers' starts, mostly
         run.opened.clear()
-        assert run.take_over() <= 5.0
-        run.until(lambda: run.reached(1), 10.0)
+        seconds = run.take_over()
+        seconds += run.until(lambda: run.reached(1), 10.0)
+        assert seconds <= 5.1, "who connects is heard at once"
         newest = run.newest
         assert newest["members"] == list(range(RANKS_PER_NODE, NODES * RANKS_PER_NODE))
         assert newest["why"] == ["on node0: its agent is gone"]
@@ -86,6 +89,75 @@ def test_a_failed_run_costs_one_look_at_all_ranks_and_not_one_for_each_end(tmp_p
     attempt.tick()
     assert attempt.coordinator.outcome["state"] == "failed"
     assert Counted.looks <= 20
+
+
+def cost_of_end(folder, nodes, survive, **end):
+    """Return how many functions a coordinator calls for the end of a run, and how many messages it
+    sends.
+    """
+    calls = 0
+
+    def count(frame, event, _):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    attempt = Attempt(folder, nodes=nodes, ranks_per_node=8, survive=survive)
+    attempt.commands.clear()
+    sys.setprofile(count)
+    try:
+        for rank in range(8 * nodes):
+            attempt.end(rank, **end)
+        attempt.tick()
+    finally:
+        sys.setprofile(None)
+    assert attempt.coordinator.outcome["state"] == end["final_state"]
+    return calls, sum(nodes if agent is None else 1 for agent, _ in attempt.commands)
+
+
+@pytest.mark.parametrize("survive", [True, False])
+@pytest.mark.parametrize("final_state", ["finished", "stopped", "failed"])
+def test_the_end_of_a_run_costs_calls_and_messages_by_the_number_of_its_ranks(
+    tmp_path, final_state, survive
+):
+    end = {"status": int(final_state == "failed"), "final_state": final_state}
+    calls, messages = cost_of_end(tmp_path / "small", 25, survive, **end)
+    more_calls, more_messages = cost_of_end(tmp_path / "large", 100, survive, **end)
+    assert more_calls <= 4.2 * calls
+    assert calls <= 45 * 200, "for each rank"
+    assert more_messages == 4 * messages
+    assert messages <= 4 * 25, "left, failed, positions, end; to each node"
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_messages_between_nodes_at_a_runs_end_are_sent_together(tmp_path, monkeypatch, fails):
+    nodes, sends = 40, Counter()
+    with HollowRun(tmp_path / "run", nodes=nodes, ranks_per_node=8, survive=not fails)() as run:
+        run.form()
+        run.step()
+        run.forget_costs()
+        send_line = Link.send_line
+
+        def count(link, line):
+            sends[run.current] += line != line_of({})  # besides heartbeats
+            return send_line(link, line)
+
+        monkeypatch.setattr(Link, "send_line", count)
+        run.fail(0) if fails else run.finish()
+        assert run.outcome["state"] == ("failed" if fails else "finished")
+        assert sends[0] <= 3 * nodes, "one for each decision"
+        assert sum(sends.values()) - sends[0] <= 8 * nodes, "one for each rank's end"
+        assert sum(run.sent.values()) <= 4000 * nodes
+        assert sum(run.opened.values()) <= 4, "the record and the outcome"
+
+
+def test_a_generation_is_formed_with_few_bytes_to_each_of_4000_nodes(tmp_path):
+    nodes = 4000
+    attempt = Attempt(tmp_path, nodes=nodes, ranks_per_node=8)
+    assert attempt.newest["members"] == list(range(8 * nodes))
+    commands = attempt.commands
+    sizes = [len(line_of(command)) * (nodes if to is None else 1) for to, command in commands]
+    assert commands
+    assert sum(sizes) <= 500 * nodes, "2 MB to all nodes"
 
 
 def test_messages_of_generations_do_not_grow_with_the_number_of_ranks():

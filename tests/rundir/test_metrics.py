@@ -11,11 +11,13 @@ from orchestrator.errors import RunFolderError
 from orchestrator.rundir import metrics
 from orchestrator.rundir.files import LineFile
 from orchestrator.rundir.metrics import (
+    Figures,
     History,
     StoredHistory,
     Tail,
     read_metrics,
     read_metrics_around,
+    summarize,
 )
 from orchestrator.rundir.outcome import State, result_from_records
 from tests.run_folders import make_run, record
@@ -158,7 +160,7 @@ def reads(monkeypatch):
     return found
 
 
-def test_a_long_run_is_read_twice_and_its_records_are_not_kept(long, reads):
+def test_each_update_of_a_long_run_is_parsed_once_and_its_record_is_not_kept(long, reads):
     tracemalloc.start()
     try:
         figures = result_from_records(long, State.STOPPED)
@@ -166,7 +168,7 @@ def test_a_long_run_is_read_twice_and_its_records_are_not_kept(long, reads):
     finally:
         tracemalloc.stop()
     assert (figures["updates"], figures["collectives"]) == (20_000, 20_000)
-    assert len(reads) <= 20_100 + 20_000 + 1
+    assert len(reads) <= 20_000 + 1, "which lines count is known without parsing them"
     assert peak < 100 * 20_000, "bytes an update; a record has 3,000"
 
 
@@ -174,6 +176,40 @@ def test_what_is_known_of_the_last_update_is_read_from_the_end(long, reads):
     around = read_metrics_around(long.metrics, 19_899)
     assert around.update(19_899) == record(19_899)
     assert len(reads) < 2_000
+
+
+def test_numbers_of_an_update_are_those_of_its_whole_line_alone():
+    line = lines(record(7, attempt=3, metrics={"attempt": 9, "error": 1e-9})).encode()
+    assert metrics._numbers_of_update(line) == (7, 3)
+    for end in range(len(line) - 1):
+        assert metrics._numbers_of_update(line[:end] + b"\n") is None, line[:end]
+    survivors = {"update": 7, "time": 1.0, "survived": {"gone": [1]}, "attempt": 3}
+    evaluation = {"evaluation": {"accuracy": 1.0}, "update": 7, "time": 1.0, "attempt": 3}
+    for other in (survivors, evaluation, record(7, note={"loss": {}}), {"update": 7, "time": 1.0}):
+        assert metrics._numbers_of_update(lines(other).encode()) is None
+
+
+SECONDS = {"update_s": 0.5, "compute_s": 0.25, "wait_s": 0.125, "optimizer_s": 0.0625}  # exact
+CHANGES = st.dictionaries(
+    st.sampled_from(["samples", "update_s", "time", "peak_memory_bytes", "collectives"]),
+    st.sampled_from([None, 0, 3, 0.5]),
+    max_size=1,
+)
+
+
+@given(st.lists(st.tuples(st.booleans(), CHANGES), max_size=12), st.integers(1, 4))
+def test_figures_of_updates_are_the_same_together_and_one_by_one(events, together):
+    attempt, updates = 0, []
+    for number, (restarts, changes) in enumerate(events):
+        attempt += restarts
+        updates.append(record(number, attempt, **SECONDS | changes))
+    one_by_one, all_together = Figures(), Figures()
+    for update in updates:
+        one_by_one.add(update)
+    for begin in range(0, len(updates), together):
+        all_together.add_all(updates[begin : begin + together])
+    assert summarize({}, all_together) == summarize({}, one_by_one)
+    assert all_together.spans == one_by_one.spans
 
 
 def test_a_record_that_is_gone_is_named_and_not_skipped(long):

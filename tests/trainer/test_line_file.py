@@ -1,6 +1,7 @@
 """Lines and logs: whole where there is no room."""
 
 import errno
+import json
 import os
 import resource
 import signal
@@ -9,10 +10,11 @@ import sys
 
 import pytest
 
-from orchestrator.client.loop import CompletedUpdate
+from orchestrator.client.loop import CompletedUpdate, update_line
 from orchestrator.engine.api import BoundaryReport
 from orchestrator.rundir import files
 from orchestrator.rundir.files import LineFile
+from orchestrator.rundir.metrics import _numbers_of_update
 from orchestrator.trainer.recorder import log_evaluation, log_update
 from tests.engine.windows import make_window
 from tests.helpers import ROOT
@@ -115,3 +117,8 @@ def test_a_full_disk_is_no_reason_to_stop(monkeypatch):
 
     monkeypatch.setattr("builtins.print", full)
     log_update(_done(0), 10)
+
+
+def test_the_numbers_of_an_updates_line_are_known_without_parsing_it():
+    line = json.dumps({**update_line(_done(4), 1024), "attempt": 2}) + "\n"
+    assert _numbers_of_update(line.encode()) == (4, 2)

@@ -6,44 +6,24 @@ here runs there. Each node has its agent (`orchestrator.agent`). No process outl
 
 from __future__ import annotations
 
-import json
 import os
-import signal
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
-from orchestrator.agent.local_nodes import (
-    EXIT_IMPORT_HANGS,
-    IMPORT_HANGS,
-    become,
-    may_fork,
-    spawn_nodes,
-)
-from orchestrator.agent.node_spec import NodeSpec
-from orchestrator.agent.processes import fork, wait_readable
-from orchestrator.agent.root_cause import tail
-from orchestrator.clusters.api import Admission, Cluster, Culprit, Handle, Request, Share, State
+from orchestrator.clusters.api import Admission, Cluster, Handle, Request, Share
+from orchestrator.clusters.local.environment import find_shared_gpus
 from orchestrator.clusters.machine import (
     cores,
     free_memory_bytes,
-    gpu_variable,
-    share_gpu_over_nccl,
     share_gpus,
     visible_gpus,
 )
 from orchestrator.config.program import is_program
 from orchestrator.config.rules import planned_survival
-from orchestrator.config.schema import Config, node_range
-from orchestrator.errors import ClusterError, TransportError, describe_status
-from orchestrator.rundir.files import APPENDING, open_nofollow
-from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.outcome import outcome_from_json, read_outcome
+from orchestrator.config.schema import node_range
+from orchestrator.errors import ClusterError, TransportError
 from orchestrator.units import format_bytes, plural
 
-END_S = 10.0
-OUTCOME_BYTES = 1 << 20
 ON_CPUS = ("gloo", "mccl")
 NODES_LIMIT = 254 * 254
 CROWD = 8  # ranks on a core, beyond which a machine may no longer respond
@@ -51,32 +31,6 @@ LEAST_RANK_BYTES = 100 << 20
 """Private memory that a rank of a framework needs at least: 54 MiB were measured for a small model
 on torch, without the activations and connections of a larger run.
 """
-
-
-def node_address(index: int) -> str:
-    """Return the loopback address of a simulated node.
-
-    >>> node_address(0), node_address(253), node_address(254)
-    ('127.0.1.1', '127.0.1.254', '127.0.2.1')
-    """
-    return f"127.0.{1 + index // 254}.{1 + index % 254}"
-
-
-def find_shared_gpus(request: Request) -> list[str]:
-    """Return the GPUs that are given to more than one node."""
-    assignments = [gpu for gpus in request.details["gpus"] or () for gpu in gpus]
-    return sorted({gpu for gpu in assignments if assignments.count(gpu) > 1})
-
-
-def build_environment(request: Request, index: int, names: Sequence[str]) -> dict[str, str]:
-    """Return the environment of a simulated node's agent, which its workers inherit."""
-    environment = request.node_environment(index, names, node_address(index))
-    gpus = request.details["gpus"]
-    if gpus is not None:
-        environment[gpu_variable(os.environ)] = ",".join(gpus[index])
-    if find_shared_gpus(request):
-        environment = {**share_gpu_over_nccl(names[index]), **environment}
-    return environment
 
 
 def _fewer(request: Request, ranks: int) -> str:
@@ -112,116 +66,6 @@ def _crowding_warning(request: Request) -> str | None:
         f"start fewer ({_fewer(request, CROWD * core_count)}), or only look: "
         f"python -m orchestrator plan"
     )
-
-
-class LocalHandle(Handle):
-    """The launcher's handle of a local run on simulated nodes.
-
-    One child, the parent of all agents (`agent/local_nodes.py`), starts with the nodes'
-    environments. The agents decide how the attempt continues, and write how it ended.
-    """
-
-    def __init__(self, request: Request, config: Config, *, survive: bool) -> None:
-        self._request, self._run = request, RunDir(request.run)
-        self._folder = self._run.attempt(request.attempt)
-        self._state, self._stopping = State.RUNNING, False
-        control, self._control = os.pipe()
-        self._report, report = os.pipe()  # receives the outcome even if the disk is full
-        os.set_blocking(self._report, False)
-        self._hang_s = config.cluster.hang_timeout_s
-        names = tuple(f"node{number}" for number in range(request.nodes))
-        nodes = [
-            {
-                "spec": NodeSpec.of(
-                    config,
-                    request.run,
-                    request.attempt,
-                    survive=survive,
-                    bind=False,
-                    index=index,
-                    names=names,
-                    address=node_address(index),
-                ).to_json(),
-                "environment": build_environment(request, index, names),
-            }
-            for index in range(request.nodes)
-        ]
-        order = {"launcher": os.getpid(), "control": control, "report": report, "nodes": nodes}
-        environment = nodes[0]["environment"]
-        stdin, pipe = os.pipe()
-        log = open_nofollow(self._run.node_log("node0"), APPENDING)
-        standard, keep = (stdin, log, log), (control, report)
-        if may_fork(request.environment):
-            self._pid = fork(partial(become, environment, standard, keep))
-        else:
-            self._pid = spawn_nodes(request.run, environment, standard, keep)
-        for descriptor in (stdin, log, control, report):
-            os.close(descriptor)
-        self._ended = os.pidfd_open(self._pid)
-        try:
-            with os.fdopen(pipe, "wb") as file:
-                file.write(json.dumps(order).encode())
-        except BrokenPipeError:  # it has ended already, which `poll` finds
-            pass
-
-    def poll(self, timeout_s: float) -> State:
-        if self._state.ended:
-            return self._state
-        if wait_readable([self._ended], timeout_s):
-            self._finish()
-        return self._state
-
-    @property
-    def _has_begun(self) -> bool:
-        return (self._folder / "agent-00000.json").exists()
-
-    def stop(self) -> None:
-        self._stopping = True
-        self._signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """Close the control pipe, on which every agent ends all its processes."""
-        self._close_control()
-        self._signal(signal.SIGCONT)  # a stopped agent does not see the pipe close
-        if not self._has_begun:  # it still imports, and reads no pipe
-            self._signal(signal.SIGKILL)
-        if self.poll(END_S) is State.RUNNING:
-            self._signal(signal.SIGKILL)  # agents die with it, and workers with them
-            self._finish()
-
-    def _signal(self, number: int) -> None:
-        if not self._state.ended:
-            signal.pidfd_send_signal(self._ended, number)
-
-    def _close_control(self) -> None:
-        if self._control >= 0:
-            os.close(self._control)
-            self._control = -1
-
-    def _finish(self) -> None:
-        code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
-        os.close(self._ended)
-        self._close_control()
-        try:
-            reported = os.read(self._report, OUTCOME_BYTES)
-        except BlockingIOError:  # an agent still holds it
-            reported = b""
-        os.close(self._report)
-        outcome = read_outcome(self._run, self._request.attempt)
-        if outcome is None and reported:
-            outcome = outcome_from_json(json.loads(reported))
-        if outcome is None and self._stopping and not self._has_begun:
-            self._state = State.STOPPED  # in the import, before there was an agent
-        elif outcome is None:
-            self._state = State.FAILED
-            cause = "the agents of all nodes ended without an outcome; their parent "
-            cause += describe_status(code)
-            if code == EXIT_IMPORT_HANGS:
-                cause = IMPORT_HANGS.format(f"{self._hang_s:g}")
-            log = tail(self._run.node_log("node0"))
-            self.culprit = Culprit(rank=None, node="node0", cause=cause, log_tail=log)
-        else:
-            self._state, self.culprit = outcome.state, outcome.culprit
 
 
 class LocalCluster(Cluster):
@@ -305,5 +149,8 @@ class LocalCluster(Cluster):
             gpus = min(gpus, len(visible_gpus(os.environ)))
         return Share(ranks=ranks, cores=cores, gpus=gpus)
 
-    def submit(self, request: Request) -> LocalHandle:
+    def submit(self, request: Request) -> Handle:
+        # Planning and checking need not import the agent.
+        from orchestrator.clusters.local.handle import LocalHandle
+
         return LocalHandle(request, self.config, survive=self.survives)
