@@ -43,21 +43,34 @@ def _seconds(kind: str, steps: int, updates: int, folder: Path) -> float:
     words = [kind, str(steps), str(updates), str(file)]
     if kind == "job":
         command = [
-            "orchestrator", "launch", "job._target_=benchmarks.overhead_rank.Overhead",
-            f"job.file={file}", f"job.updates={updates}", *one_rank, run,
-            f"accumulation.micro_batch={SAMPLES}", "accumulation.steps=null",
-            f"accumulation.global_batch={SAMPLES * steps}", f"train.updates={updates}",
-            "train.epochs=null", "train.evaluate_every=0", f"train.clip_norm={CLIP_NORM}",
-            "optimizer=adamw", f"schedule.base_lr={RATE}",
-        ]  # fmt: skip
+            "orchestrator",
+            "launch",
+            "job._target_=benchmarks.overhead_rank.Overhead",
+            f"job.file={file}",
+            f"job.updates={updates}",
+            *one_rank,
+            run,
+            f"accumulation.micro_batch={SAMPLES}",
+            "accumulation.steps=null",
+            f"accumulation.global_batch={SAMPLES * steps}",
+            f"train.updates={updates}",
+            "train.epochs=null",
+            "train.evaluate_every=0",
+            f"train.clip_norm={CLIP_NORM}",
+            "optimizer=adamw",
+            f"schedule.base_lr={RATE}",
+        ]
     elif kind == "windows":
         command = ["orchestrator", "run", *one_rank, run, "--", script, *words]
     else:
         command = ["benchmarks.overhead_rank", *words]
     subprocess.run(
         [sys.executable, "-m", *command],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, capture_output=True, timeout=300,
-    )  # fmt: skip
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=True,
+        capture_output=True,
+        timeout=300,
+    )
     times: list[float] = json.loads(file.read_text(encoding="utf-8"))
     file.unlink()
     spent = [later - earlier for earlier, later in pairwise(times)]

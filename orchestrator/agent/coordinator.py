@@ -463,9 +463,12 @@ class Coordinator:
             return
         worker.given_up, index = cause, self._spec.node_of(worker.rank)
         culprit = Culprit(
-            rank=worker.rank, node=self._spec.name_of(index), cause=cause, log_tail=tuple(lines),
+            rank=worker.rank,
+            node=self._spec.name_of(index),
+            cause=cause,
+            log_tail=tuple(lines),
             hangs=True,
-        )  # fmt: skip
+        )
         # What one process was ended for ends the run the second time: a third would do the same.
         again = not stalled and worker.rank in self._given_up
         self._given_up.add(worker.rank)

@@ -57,9 +57,15 @@ class NodeSpec:
 
     @classmethod
     def of(
-        cls, config: Config, run: Path, attempt: int, *, survive: bool, bind: bool = True,
+        cls,
+        config: Config,
+        run: Path,
+        attempt: int,
+        *,
+        survive: bool,
+        bind: bool = True,
         **node: Any,
-    ) -> NodeSpec:  # fmt: skip
+    ) -> NodeSpec:
         """Return the spec of a node of a run.
 
         Args:

@@ -234,8 +234,10 @@ class Workers:
         except OSError as error:  # a container may forbid it
             log.warning(
                 "rank %d could not raise its oom_score_adj (%s): if memory runs out, the kernel "
-                "may kill the agent instead of a worker", rank, error.strerror,
-            )  # fmt: skip
+                "may kill the agent instead of a worker",
+                rank,
+                error.strerror,
+            )
         os.environ["SLURM_PROCID"] = str(rank)
         os.environ["SLURM_LOCALID"] = str(local_rank)
         os.environ[INCARNATION_VARIABLE] = str(incarnation)

@@ -340,9 +340,15 @@ class Checkpoints(Callback):
             if self._copier:
                 state.take()
             checkpoint.save(
-                self._folder, state, updates=updates, samples=samples, keep=self._keep,
-                keep_every=self._keep_every, run=self._run, speeds=speeds,
-            )  # fmt: skip
+                self._folder,
+                state,
+                updates=updates,
+                samples=samples,
+                keep=self._keep,
+                keep_every=self._keep_every,
+                run=self._run,
+                speeds=speeds,
+            )
         except Exception as error:  # noqa: BLE001  # raised, or warned of, by the main thread
             failed = error
         self._written = updates, time.monotonic() - began, failed

@@ -22,10 +22,19 @@ from orchestrator.plan.recorded_speeds import SpeedChanges, speeds_for
 
 _SECTIONS = re.compile(r"\b(?:accumulation|train)\.(?=[a-z_]+\b)")
 _LEAST = {
-    "global_batch": 1, "steps": 1, "micro_batch": 1, "micro_tokens": 1, "pad_to": 1,
-    "updates": 1, "total_samples": 1, "seed": 0, "first": 0, "checkpoint_every": 0,
-    "keep_checkpoints": 1, "keep_every": 1,
-}  # fmt: skip
+    "global_batch": 1,
+    "steps": 1,
+    "micro_batch": 1,
+    "micro_tokens": 1,
+    "pad_to": 1,
+    "updates": 1,
+    "total_samples": 1,
+    "seed": 0,
+    "first": 0,
+    "checkpoint_every": 0,
+    "keep_checkpoints": 1,
+    "keep_every": 1,
+}
 _KINDS: Mapping[str, tuple[Any, str]] = {
     "state": (Mapping, "state={'rate': scheduler}"),
     "shards": ((Shards, type(None)), "shards=data.shards"),

@@ -23,9 +23,23 @@ PRIMARY = "config"
 """The primary configuration's name, unless `--config-name` says another."""
 
 VERBS = (
-    "launch", "run", "plan", "resume", "new", "status", "attach", "wait", "logs", "cancel",
-    "compare", "export", "report", "doctor", "rehearse", "audit",
-)  # fmt: skip
+    "launch",
+    "run",
+    "plan",
+    "resume",
+    "new",
+    "status",
+    "attach",
+    "wait",
+    "logs",
+    "cancel",
+    "compare",
+    "export",
+    "report",
+    "doctor",
+    "rehearse",
+    "audit",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,15 +75,27 @@ class CommandLine:
 
 
 SWITCHES = {
-    "-m": "multirun", "--multirun": "multirun", "-v": "verbose", "--verbose": "verbose",
-    "-q": "quiet", "--quiet": "quiet", "-h": "help", "--help": "help",
-    "-r": "", "--run": "", "--force": "force",
+    "-m": "multirun",
+    "--multirun": "multirun",
+    "-v": "verbose",
+    "--verbose": "verbose",
+    "-q": "quiet",
+    "--quiet": "quiet",
+    "-h": "help",
+    "--help": "help",
+    "-r": "",
+    "--run": "",
+    "--force": "force",
     "--changed": "changed",
-}  # fmt: skip
+}
 VALUED = {
-    "-cd": "config_dir", "--config-dir": "config_dir", "-cn": "config_name",
-    "--config-name": "config_name", "-c": "cfg", "--cfg": "cfg",
-}  # fmt: skip
+    "-cd": "config_dir",
+    "--config-dir": "config_dir",
+    "-cn": "config_name",
+    "--config-name": "config_name",
+    "-c": "cfg",
+    "--cfg": "cfg",
+}
 REFUSED = {
     "--config-path": "would take the shipped configuration away; --config-dir FOLDER is searched "
     "before it",

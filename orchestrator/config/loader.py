@@ -228,8 +228,12 @@ class Loader(ConfigLoaderImpl):
         # which put a sweep's points into two folders wherever a second ended between them.
         register_resolver("now", datetime.now().astimezone().strftime)
         for resolver in (
-            dense_parameters, transformer_parameters, sum_of, when_null, refuse_unset,
-        ):  # fmt: skip
+            dense_parameters,
+            transformer_parameters,
+            sum_of,
+            when_null,
+            refuse_unset,
+        ):
             register_resolver(resolver.__name__, resolver)
         super().__init__(search_path(config_dir))
         self.repository = Repository(self.config_search_path)

@@ -161,8 +161,17 @@ def _survive_on_torch(config: Config, *, talks: bool = False) -> Iterator[str]:
 MOST_RANKS = 2**20
 
 SHARDABLE = (
-    "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop", "Rprop", "ASGD",
-)  # fmt: skip
+    "SGD",
+    "Adam",
+    "AdamW",
+    "NAdam",
+    "RAdam",
+    "Adamax",
+    "Adadelta",
+    "RMSprop",
+    "Rprop",
+    "ASGD",
+)
 """Optimizers of torch.optim that treat each number by itself, so that their state can be in pieces.
 
 Adagrad has state from the beginning."""

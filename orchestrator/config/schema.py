@@ -176,10 +176,25 @@ class ClusterConfig:
 
 
 SLURM_ONLY = (
-    "partition", "account", "qos", "constraint", "exclude", "memory_gib",
-    "time_min", "signal_ahead_s", "requeue", "allocation", "exclusive", "interface", "slurm_conf",
-    "slurm_flags", "srun_flags", "preamble", "container", "container_runtime",
-)  # fmt: skip
+    "partition",
+    "account",
+    "qos",
+    "constraint",
+    "exclude",
+    "memory_gib",
+    "time_min",
+    "signal_ahead_s",
+    "requeue",
+    "allocation",
+    "exclusive",
+    "interface",
+    "slurm_conf",
+    "slurm_flags",
+    "srun_flags",
+    "preamble",
+    "container",
+    "container_runtime",
+)
 
 
 @dataclass
@@ -334,9 +349,13 @@ class Config:
 
 FREE_SECTIONS = ("job", "optimizer")
 FREE_TABLES = (
-    *FREE_SECTIONS, "cluster.slurm_flags", "cluster.srun_flags", "cluster.environment",
-    "cluster.options", "tracker.options",
-)  # fmt: skip
+    *FREE_SECTIONS,
+    "cluster.slurm_flags",
+    "cluster.srun_flags",
+    "cluster.environment",
+    "cluster.options",
+    "tracker.options",
+)
 """Tables that take any key: what reads them refuses those that it does not have."""
 BOUNDS = bounds_of(Config)
 

@@ -114,10 +114,16 @@ def replay_update(
     for text in machine:
         say(f"note: {text}")
     report = Replayed(
-        run=recorded.path, update=update, first=first, last=last, checkpoint=checkpoint,
-        agreement=None, leaves=by_loss(line["leaves"]), norms=by_size(line["norms"]),
+        run=recorded.path,
+        update=update,
+        first=first,
+        last=last,
+        checkpoint=checkpoint,
+        agreement=None,
+        leaves=by_loss(line["leaves"]),
+        norms=by_size(line["norms"]),
         notes=[*notes, *machine],
-    )  # fmt: skip
+    )
     if record is not None:
         report.agreement = agreement(recorded, replay, update, exact=recorded.is_exact)
     if not report.agrees:

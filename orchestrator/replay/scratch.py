@@ -122,10 +122,15 @@ class Scratch:
         config, own = self.recorded.config, dict[str, Any]()
         typed = {key_of(word) for word in self.overrides}
         own |= {
-            "cluster.nodes": 1, "cluster.ranks_per_node": 1, "run.callbacks": ["replay"],
-            "run.survive": False, "run.max_replacements": 16, "run.max_restarts": 0,
-            "notify.command": None, "notify.webhook": None,
-        }  # fmt: skip
+            "cluster.nodes": 1,
+            "cluster.ranks_per_node": 1,
+            "run.callbacks": ["replay"],
+            "run.survive": False,
+            "run.max_replacements": 16,
+            "run.max_restarts": 0,
+            "notify.command": None,
+            "notify.webhook": None,
+        }
         if config.cluster.kind != "local" and "cluster" not in typed:
             own["cluster"] = "local"  # a file: what it does not say is at its default
             for name, value in config.cluster.environment.items():
@@ -149,20 +154,27 @@ class Scratch:
     def _words_of_job(self, config: Config, request: Request) -> dict[str, Any]:
         plan, batch = self.recorded.plan_figures, config.accumulation
         own: dict[str, Any] = {
-            "train.evaluate_every": 0, "train.keep_best": None, "train.patience": None,
-            "train.checkpoint_in_background": False, "train.keep_checkpoints": 1000,
+            "train.evaluate_every": 0,
+            "train.keep_best": None,
+            "train.patience": None,
+            "train.checkpoint_in_background": False,
+            "train.keep_checkpoints": 1000,
             "train.checkpoint_every": request.update if request.keep_before else 0,
             # The run had finite values up to here, and a last one is to be looked at.
             "train.on_non_finite": "skip",
-            "accumulation.balance": "even", "engine.shard_model": "none",
-            "engine.shard_optimizer": False, "accumulation.sentinel_every": None,
+            "accumulation.balance": "even",
+            "engine.shard_model": "none",
+            "engine.shard_optimizer": False,
+            "accumulation.sentinel_every": None,
             "accumulation.sentinel": "warn",
-        }  # fmt: skip
+        }
         if request.by_sample:
             own |= {
-                "accumulation.micro_tokens": None, "accumulation.pad_to": 1,
-                "accumulation.reduction": "fast", "accumulation.micro_batch": 1,
-            }  # fmt: skip
+                "accumulation.micro_tokens": None,
+                "accumulation.pad_to": 1,
+                "accumulation.reduction": "fast",
+                "accumulation.micro_batch": 1,
+            }
         elif batch.micro_tokens is None and not self._has_shape_of_run():
             sizes = [size for sizes in plan.get("micro_batches") or () for size in sizes]
             own["accumulation.micro_batch"] = plan.get("micro_batch") or max(sizes, default=1)

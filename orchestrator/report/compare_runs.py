@@ -91,8 +91,10 @@ class RunComparison:
         if self.settings is None or self.losses is None:
             return asdict(self.weights)
         return {
-            **asdict(self.weights), "settings": self.settings, "losses": asdict(self.losses),
-        }  # fmt: skip
+            **asdict(self.weights),
+            "settings": self.settings,
+            "losses": asdict(self.losses),
+        }
 
 
 def compare_folders(weights: Comparison, a: RunDir, b: RunDir) -> RunComparison:

@@ -83,8 +83,14 @@ POINTS = 24_000  # drawn in all lines together, so that the page stays below 2 M
 MOST_MARKS = 100  # restarts of a run, the latest
 MOST_RANKS = 32  # whose times are drawn
 PLANNED = (
-    "nodes", "ranks", "global_batch", "micro_tokens", "micro_steps", "updates", "parameters",
-)  # fmt: skip
+    "nodes",
+    "ranks",
+    "global_batch",
+    "micro_tokens",
+    "micro_steps",
+    "updates",
+    "parameters",
+)
 ELSEWHERE = re.compile(r"[+~]*(run\.dir=|hydra[/.]|sweep\.)")
 # Of each run: key, title, what its text is made by. `metrics` follow.
 FIGURES: Sequence[tuple[str, str, Callable[[float | None], str]]] = (

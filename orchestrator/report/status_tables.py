@@ -28,15 +28,32 @@ from orchestrator.units import (
 
 
 STATE_STYLES = {
-    "finished": "green", "running": "bold green", "starting": "cyan", "ending": "cyan",
-    "pending": "yellow", "stopped": "yellow", "pruned": "yellow", "cancelled": "yellow",
-    "failed": "bold red", "lost": "bold red", "unknown": "red", "private": "dim",
+    "finished": "green",
+    "running": "bold green",
+    "starting": "cyan",
+    "ending": "cyan",
+    "pending": "yellow",
+    "stopped": "yellow",
+    "pruned": "yellow",
+    "cancelled": "yellow",
+    "failed": "bold red",
+    "lost": "bold red",
+    "unknown": "red",
+    "private": "dim",
     "damaged": "bold red",
-}  # fmt: skip
+}
 URGENT = ("failed", "lost", "damaged")
 HEADINGS = (
-    "run", "state", "job", "nodes", "updates", "samples/s", "last boundary", "restarts", "time left"
-)  # fmt: skip
+    "run",
+    "state",
+    "job",
+    "nodes",
+    "updates",
+    "samples/s",
+    "last boundary",
+    "restarts",
+    "time left",
+)
 ALWAYS = ("run", "state", "updates")
 RIGHT = ("updates", "samples/s", "restarts")
 NONE = "–"

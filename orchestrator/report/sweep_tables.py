@@ -65,12 +65,14 @@ def describe_outcome(run: RunDir) -> str:
     if why := describe_end(result):
         return why.partition("\n")[0]
     figures = summarize(result, Figures())
-    return ", ".join([
-        f"{figures.state}",
-        plural(figures.updates, "update"),
-        *([] if figures.loss is None else [f"loss {format_number(figures.loss)}"]),
-        *([] if figures.seconds is None else [format_seconds(figures.seconds)]),
-    ])  # fmt: skip
+    return ", ".join(
+        [
+            f"{figures.state}",
+            plural(figures.updates, "update"),
+            *([] if figures.loss is None else [f"loss {format_number(figures.loss)}"]),
+            *([] if figures.seconds is None else [format_seconds(figures.seconds)]),
+        ]
+    )
 
 
 def print_sweep(cells: Sequence[SweptRun], console: Console, not_begun: int = 0) -> None:

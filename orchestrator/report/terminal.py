@@ -209,9 +209,13 @@ def new_table(
         right: columns of numbers, by index; the others begin at the left.
     """
     table = Table(
-        title=title or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
-        pad_edge=False, show_edge=False,
-    )  # fmt: skip
+        title=title or None,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+    )
     for column, heading in enumerate(headings):
         justify = "right" if column in right else "left"
         table.add_column(heading, justify=justify, overflow="fold")

@@ -376,9 +376,13 @@ def load(folder: Path, run: str | None = None, *, contents: bool = True) -> Chec
         odd = min(there ^ state["files"].keys())
         raise RunFolderError(f"{folder / odd} is damaged: {STATE} and the folder differ about it")
     found = Checkpoint(
-        folder=folder, updates=state["updates"], samples=state["samples"], extra=state["extra"],
-        files=state["files"], speeds=state.get("speeds", []),
-    )  # fmt: skip
+        folder=folder,
+        updates=state["updates"],
+        samples=state["samples"],
+        extra=state["extra"],
+        files=state["files"],
+        speeds=state.get("speeds", []),
+    )
     if contents and (damage := found.damage(found.files)):
         raise RunFolderError(damage)
     return found

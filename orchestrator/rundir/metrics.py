@@ -399,8 +399,14 @@ class Figures:
     """
 
     SUMMED = (
-        "samples", "collectives", "bytes_on_wire", "update_s", "compute_s", "wait_s", "optimizer_s",
-    )  # fmt: skip
+        "samples",
+        "collectives",
+        "bytes_on_wire",
+        "update_s",
+        "compute_s",
+        "wait_s",
+        "optimizer_s",
+    )
     TOGETHER = 64  # whose records are kept for a moment
     _FIELDS = itemgetter("peak_memory_bytes", "attempt", "time", *SUMMED)
 

@@ -24,9 +24,17 @@ OVER = (*ENDED_STATES, "lost")  # no process computes it any more
 UNREADABLE = ("private", "damaged")
 # Exceptions of reading a file whose content no run writes.
 DAMAGE = (
-    RunFolderError, ClusterError, OSError, ValueError, TypeError, KeyError, IndexError,
-    AttributeError, RecursionError, OverflowError,
-)  # fmt: skip
+    RunFolderError,
+    ClusterError,
+    OSError,
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    RecursionError,
+    OverflowError,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

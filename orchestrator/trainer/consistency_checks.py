@@ -380,9 +380,13 @@ def agreed_survival(config: Config, job: Any, group: Group) -> Config:
 
 OPTIONS = ("gpus", "gpus-per-task", "gpus-per-socket", "gres")
 HANDED_OUT = (
-    "CUDA_VISIBLE_DEVICES", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "ROCR_VISIBLE_DEVICES",
-    "ASCEND_RT_VISIBLE_DEVICES", "ASCEND_VISIBLE_DEVICES",
-)  # fmt: skip
+    "CUDA_VISIBLE_DEVICES",
+    "SLURM_STEP_GPUS",
+    "SLURM_JOB_GPUS",
+    "ROCR_VISIBLE_DEVICES",
+    "ASCEND_RT_VISIBLE_DEVICES",
+    "ASCEND_VISIBLE_DEVICES",
+)
 RESOURCES_OF_HOSTS = ("none", "tmp", "disk", "ssd", "nvme", "license", "bandwidth", "network")
 
 

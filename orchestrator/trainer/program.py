@@ -140,10 +140,17 @@ def _find_rendezvous(path: Path, timeout_s: float, stop: StopFlag) -> Rendezvous
 # Command line and variables of a program, exactly as its own launcher sets them.
 
 HIDDEN = (
-    "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NPROCS",
-    "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS",
-    "SLURM_STEP_TASKS_PER_NODE", "SLURM_GTIDS",
-)  # fmt: skip
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_NODEID",
+    "SLURM_NTASKS",
+    "SLURM_NPROCS",
+    "SLURM_NTASKS_PER_NODE",
+    "SLURM_TASKS_PER_NODE",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_STEP_TASKS_PER_NODE",
+    "SLURM_GTIDS",
+)
 HIDDEN_FAMILIES = ("PMI_", "PMIX_", "OMPI_", "MV2_", "MPI_LOCAL", "SUBMITIT_")
 OURS = "ORCHESTRATOR_"
 DEVICES = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
@@ -221,10 +228,13 @@ def environment(
     set_by_launcher = launcher(start, start.rendezvous) if start.rendezvous else {}
     topology = start.topology
     ours = {
-        RUN: str(start.run.path), ATTEMPT: str(start.attempt),
-        RANK: str(topology.rank), WORLD: str(topology.size), SIGNAL: start.program.stop_signal,
+        RUN: str(start.run.path),
+        ATTEMPT: str(start.attempt),
+        RANK: str(topology.rank),
+        WORLD: str(topology.size),
+        SIGNAL: start.program.stop_signal,
         WARNINGS: str(start.run.warnings(start.attempt, topology.node_index)),
-    }  # fmt: skip
+    }
     unless_set = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}  # as torchrun does
     return {**unless_set, **found, **set_by_launcher, **ours}
 

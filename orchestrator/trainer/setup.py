@@ -369,18 +369,29 @@ def _set_up(worker: WorkerProcess) -> Training:
     planned = _planned(config, job, engine, topology.nodes, run)
     assert planned.updates is not None  # noqa: S101  # the data set is known here
     checkpoints = Checkpoints(
-        run.checkpoints, engine, run=run.identity, keep=config.train.keep_checkpoints,
-        keep_every=config.train.keep_every, background=config.train.checkpoint_in_background,
+        run.checkpoints,
+        engine,
+        run=run.identity,
+        keep=config.train.keep_checkpoints,
+        keep_every=config.train.keep_every,
+        background=config.train.checkpoint_in_background,
         best=run.best,
-    )  # fmt: skip
+    )
     training = Training(
-        run=run, attempt=attempt, config=config, job=job, engine=engine, checkpoints=checkpoints,
-        group=group, planned=planned,
-        updates=planned.updates, rates=own_rates(job, config.schedule, engine, planned.updates),
+        run=run,
+        attempt=attempt,
+        config=config,
+        job=job,
+        engine=engine,
+        checkpoints=checkpoints,
+        group=group,
+        planned=planned,
+        updates=planned.updates,
+        rates=own_rates(job, config.schedule, engine, planned.updates),
         held_out=agreed_held_out(engine, job, by_length=planned.work is not None),
         callbacks=[*_callbacks_of(job), *configured_callbacks(callback_names(config))],
         recorded_speeds=kept_speeds(config, run),
-    )  # fmt: skip
+    )
     if config.train.keep_best is not None and training.held_out is None and not evaluates(job):
         raise ConfigError(
             f"train.keep_best={config.train.keep_best}: {type(job).__name__} has no held-out "
@@ -389,9 +400,14 @@ def _set_up(worker: WorkerProcess) -> Training:
     progress = training.progress
     if config.run.survive:
         training.membership = GroupMembership(
-            spec, config.cluster, framework, engine, worker,
-            updates=training.updates, go_back=training.go_back,
-        )  # fmt: skip
+            spec,
+            config.cluster,
+            framework,
+            engine,
+            worker,
+            updates=training.updates,
+            go_back=training.go_back,
+        )
     if alone and training.membership is not None:
         training.membership.join(job, progress, lambda: stop.requested)
         return training

@@ -399,9 +399,11 @@ class GroupMembership(Callback):
             why, self._why = self._why, []
         update, count = progress.updates + 1 + (lost or 0), len(newer.members)
         facts = {
-            "generation": newer.number, "ranks": count, "nodes": len(self._nodes),
+            "generation": newer.number,
+            "ranks": count,
+            "nodes": len(self._nodes),
             "seconds": round(seconds, 3),
-        }  # fmt: skip
+        }
         # Where no update was under way, none is redone.
         evaluating = lost is None and progress.evaluating
         over = lost is None and progress.over(self._updates)

@@ -148,10 +148,16 @@ class MLflow(Tracker):
 
 # The scalars, and nothing of the machine, the code or what is printed: these stay ours.
 QUIET: dict[str, Any] = {
-    "console": "off", "silent": True, "save_code": False, "disable_git": True,
-    "disable_job_creation": True, "x_disable_meta": True, "x_disable_stats": True,
-    "x_disable_machine_info": True, "x_save_requirements": False,
-}  # fmt: skip
+    "console": "off",
+    "silent": True,
+    "save_code": False,
+    "disable_git": True,
+    "disable_job_creation": True,
+    "x_disable_meta": True,
+    "x_disable_stats": True,
+    "x_disable_machine_info": True,
+    "x_save_requirements": False,
+}
 
 
 @dataclass
@@ -181,9 +187,14 @@ class WandB(Tracker):
         folder = run.wandb / f"{len(list(run.wandb.iterdir())):03d}"
         folder.mkdir(mode=0o700)
         self._run: Any = wandb.init(
-            dir=str(folder), mode="offline", project=self.options.project, name=run.path.name,
-            id=run.identity, resume="allow", settings=wandb.Settings(**QUIET),
-        )  # fmt: skip
+            dir=str(folder),
+            mode="offline",
+            project=self.options.project,
+            name=run.path.name,
+            id=run.identity,
+            resume="allow",
+            settings=wandb.Settings(**QUIET),
+        )
         # Its own steps only grow, while an update comes twice after a resume.
         self._run.define_metric("*", step_metric="update")
 

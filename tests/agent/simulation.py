@@ -40,8 +40,14 @@ STEP_S = 0.1
 AGENT_REST_S = 0.3
 SEEN = asdict(RankPosition())
 IMPORTS, WAITS, JOINS, FORMS, TRAINS, READY, ENDS = (
-    "imports", "waits", "joins", "forms", "trains", "is ready for newcomers", "is at the end",
-)  # fmt: skip
+    "imports",
+    "waits",
+    "joins",
+    "forms",
+    "trains",
+    "is ready for newcomers",
+    "is at the end",
+)
 
 
 @dataclass(eq=False)
@@ -143,9 +149,15 @@ class SimulatedWorkers:
 
     def exit_of(self, one):
         return {
-            "event": "exit", "rank": one.rank, "incarnation": one.incarnation, "status": one.status,
-            "final_state": one.final_state, "failure": one.failure, "seen": SEEN, "ago_s": 0.0,
-        }  # fmt: skip
+            "event": "exit",
+            "rank": one.rank,
+            "incarnation": one.incarnation,
+            "status": one.status,
+            "final_state": one.final_state,
+            "failure": one.failure,
+            "seen": SEEN,
+            "ago_s": 0.0,
+        }
 
     def judge(self):
         for one in self.alive:
@@ -521,9 +533,13 @@ class Simulation:
     def fault(self):
         """Inject a fault that is possible now."""
         kinds = [self.kill_worker] * 3 + [
-            self.freeze_worker, self.kill_agent, self.freeze_agent, self.cut, self.break_link,
+            self.freeze_worker,
+            self.kill_agent,
+            self.freeze_agent,
+            self.cut,
+            self.break_link,
             self.fill_disk,
-        ]  # fmt: skip
+        ]
         self.chance.choice(kinds)()
 
     def kill_worker(self):
@@ -561,9 +577,11 @@ class Simulation:
     def break_link(self):
         """Break a link over which both have heard something, so that they know each other."""
         links = [
-            link for agent in self.agents.values() for index, link in agent._followers.items()
+            link
+            for agent in self.agents.values()
+            for index, link in agent._followers.items()
             if index in self.agents and self.agents[index]._was_heard
-        ]  # fmt: skip
+        ]
         if links:
             link = self.chance.choice(links)
             self.say(f"break a link with node {link.peer_index}")

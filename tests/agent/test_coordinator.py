@@ -184,8 +184,9 @@ def test_a_run_is_ended_once_no_rank_can_ever_make_progress(tmp_path, standings,
     assert not attempt.commands_of("keep positions")
     warned = "".join(path.read_text() for path in attempt.run.attempt(0).glob("warnings-*"))
     assert ("cluster.hang_timeout_s" in warned, bool(attempt.commands_of("stacks"))) == (
-        ended, ended,
-    )  # fmt: skip
+        ended,
+        ended,
+    )
     pass_s(attempt, 40 if ended else 10_000)
     assert bool(attempt.commands_of("die")) == ended
     if ended:
@@ -402,9 +403,13 @@ def test_a_killed_worker_is_left_behind_by_a_new_generation(attempt):
 
 
 RAISED = {
-    "rank": 1, "node": "node1", "time": 1.0, "cause": "ValueError: no", "usage": False,
+    "rank": 1,
+    "node": "node1",
+    "time": 1.0,
+    "cause": "ValueError: no",
+    "usage": False,
     "secondary": False,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -554,9 +559,15 @@ def test_a_new_coordinator_knows_from_the_record_and_the_agents(tmp_path):
     first.tick(MOMENT_S)
     second = Attempt(tmp_path, gone=[0], begin=False, index=1)
     ended = {
-        "event": "exit", "rank": 1, "incarnation": 0, "status": -9, "ago_s": 5.0, "final_state": "",
-        "failure": None, "seen": SEEN,
-    }  # fmt: skip
+        "event": "exit",
+        "rank": 1,
+        "incarnation": 0,
+        "status": -9,
+        "ago_s": 5.0,
+        "final_state": "",
+        "failure": None,
+        "seen": SEEN,
+    }
     started = {"event": "started", "rank": 1, "incarnation": 0}
     second.coordinator.agent_connected(1, [{"rank": 1, "events": [started, ended]}])
     second.tick(MOMENT_S)

@@ -122,8 +122,9 @@ def test_a_rank_that_sends_nothing_is_judged_by_its_work():
     one = Judged()
     one.second()
     assert changes(one.seconds(1000, silent=True, processor=1.0)) == [
-        Standing.MOVES, Standing.BUSY,
-    ]  # fmt: skip
+        Standing.MOVES,
+        Standing.BUSY,
+    ]
     one.seconds(65, silent=True)
     assert one.judge.hangs
 

@@ -62,9 +62,15 @@ def test_nodes_and_ranks_do_not_outlive_the_process_that_they_are_forks_of(tmp_p
 def frozen_node(run, *more):
     """A run in mid-training with one stopped node, whose ranks are not stopped."""
     launcher = helpers.begin(
-        LIGHT, SMALL, "cluster.nodes=3", "job.pause_s=0.05", "train.updates=4000",
-        "run.survive=false", f"run.dir={run}", *more,
-    )  # fmt: skip
+        LIGHT,
+        SMALL,
+        "cluster.nodes=3",
+        "job.pause_s=0.05",
+        "train.updates=4000",
+        "run.survive=false",
+        f"run.dir={run}",
+        *more,
+    )
     until(lambda: helpers.records(run), what="training")
     helpers.node_process(run, "node1").suspend()
     return launcher
@@ -110,10 +116,17 @@ def test_a_node_that_is_stopped_is_not_started_again_once_the_run_has_ended(tmp_
     """Each of its processes would be killed at once, until no replacement is left: for minutes."""
     run = tmp_path / "run"
     launcher = helpers.begin(
-        TINY, SMALL, "cluster.nodes=2", "cluster.ranks_per_node=1", f"run.dir={run}",
-        "job.pause_s=0.05", "train.updates=30", "run.survive=true", "run.max_replacements=1000",
+        TINY,
+        SMALL,
+        "cluster.nodes=2",
+        "cluster.ranks_per_node=1",
+        f"run.dir={run}",
+        "job.pause_s=0.05",
+        "train.updates=30",
+        "run.survive=true",
+        "run.max_replacements=1000",
         "cluster.heartbeat_timeout_s=2",
-    )  # fmt: skip
+    )
     until(lambda: helpers.records(run), what="training")
     helpers.node_process(run, "node1").suspend()
     helpers.await_exit(launcher, 0, timeout=90)
@@ -173,6 +186,10 @@ exit_with(lambda: local_nodes.NodeProcesses(specs, [{}, {}], Agent).serve() or 0
 def test_a_stop_reaches_exactly_the_agents_that_live(begun, where, signals):
     done = subprocess.run(
         [sys.executable, "-c", NODES, where, str(begun.path)],
-        stdout=subprocess.PIPE, env=environment(), text=True, timeout=20, check=True,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        env=environment(),
+        text=True,
+        timeout=20,
+        check=True,
+    )
     assert sorted(map(json.loads, done.stdout.splitlines())) == signals

@@ -13,9 +13,14 @@ from orchestrator.rundir.files import write_json
 from tests.helpers import environment, until
 
 NODE = {
-    "SLURM_JOB_NUM_NODES": "1", "SLURM_NTASKS": "2", "SLURM_NODEID": "0", "SLURM_JOB_ID": "7",
-    "SLURMD_NODENAME": "n1", "SLURM_JOB_NODELIST": "n1", "ORCHESTRATOR_NODE_ADDRESS": "127.0.0.1",
-}  # fmt: skip
+    "SLURM_JOB_NUM_NODES": "1",
+    "SLURM_NTASKS": "2",
+    "SLURM_NODEID": "0",
+    "SLURM_JOB_ID": "7",
+    "SLURMD_NODENAME": "n1",
+    "SLURM_JOB_NODELIST": "n1",
+    "ORCHESTRATOR_NODE_ADDRESS": "127.0.0.1",
+}
 
 
 def say(fifo, word):
@@ -58,8 +63,9 @@ def test_the_end_of_an_agents_workers_does_not_end_a_message_that_it_sends(tmp_p
     os.mkfifo(tmp_path / "let-go")
     node = subprocess.Popen(
         [sys.executable, "-m", "orchestrator.agent.node", str(run.path)],
-        env=environment(**NODE), start_new_session=True,
-    )  # fmt: skip
+        env=environment(**NODE),
+        start_new_session=True,
+    )
     until((tmp_path / "begun").exists, what="the first message")
     say(tmp_path / "let-go", "go\n")  # rank 0 fails, so the agent kills rank 1
     until(run.outcome(0).exists, what="the end of the attempt")

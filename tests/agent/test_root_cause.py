@@ -115,8 +115,14 @@ def test_the_first_in_time_is_blamed_whatever_the_order_in_which_they_are_told(b
 
 
 def test_a_failure_is_told_with_all_that_the_rank_said_and_the_end_of_its_log(begun):
-    failure = {"rank": 2, "node": "node9", "cause": "no such file", "time": 1.0, "usage": True,
-               "secondary": False}  # fmt: skip
+    failure = {
+        "rank": 2,
+        "node": "node9",
+        "cause": "no such file",
+        "time": 1.0,
+        "usage": True,
+        "secondary": False,
+    }
     begun.rank_log(2).write_text("one\ntwo\n")
     culprit = find_root_cause(begun, [failure], [ended("node9", 2, 1)])
     assert (culprit.rank, culprit.node, culprit.cause) == (2, "node9", "no such file")

@@ -111,10 +111,22 @@ class Node:
         hosts = folder / f"hosts-{self.name}"
         hosts.write_text(HOSTS.format(own=self.name, address=ADDRESSES[1 - index], other=other))
         self.holder = subprocess.Popen(
-            ["unshare", "--net", "--mount", "--uts", "sh", "-c",
-             f"hostname {self.name} && mount --bind {hosts} /etc/hosts && echo ready && sleep 900"],
-            stdout=subprocess.PIPE, text=True, start_new_session=True,
-        )  # fmt: skip
+            [
+                "unshare",
+                "--net",
+                "--mount",
+                "--uts",
+                "sh",
+                "-c",
+                (
+                    f"hostname {self.name} && mount --bind {hosts} /etc/hosts && echo ready && "
+                    f"sleep 900"
+                ),
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
         assert self.holder.stdout.readline() == "ready\n"
 
     def command(self, *words):
@@ -123,9 +135,12 @@ class Node:
     def begin(self, code, *arguments, **env):
         """Start Python on this node."""
         return subprocess.Popen(
-            self.command(sys.executable, "-c", code, *arguments), env=environment(**env),
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+            self.command(sys.executable, "-c", code, *arguments),
+            env=environment(**env),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
 
 
 @contextlib.contextmanager
@@ -133,8 +148,19 @@ def two_nodes(folder):
     nodes = Node(0, folder), Node(1, folder)
     try:
         pids = [str(node.holder.pid) for node in nodes]
-        ends = ("name", CABLE, "netns", pids[0], "type", "veth",
-                "peer", "name", CABLE, "netns", pids[1])  # fmt: skip
+        ends = (
+            "name",
+            CABLE,
+            "netns",
+            pids[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            CABLE,
+            "netns",
+            pids[1],
+        )
         subprocess.run(["ip", "link", "add", *ends], check=True)
         for node, address in zip(nodes, ADDRESSES, strict=True):
             named = f"addr add {address}/24 dev {CABLE}"
@@ -187,11 +213,17 @@ def test_nodes_whose_own_names_mean_loopback_meet_under_both_frameworks(tmp_path
             folder.mkdir()
             for index, node in enumerate(nodes):
                 env = {
-                    "SLURM_PROCID": str(index), "SLURM_NTASKS": "2", "SLURM_LOCALID": "0",
-                    "SLURM_NODEID": str(index), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7",
-                    "SLURMD_NODENAME": NODES[index], "SLURM_JOB_NODELIST": "left,right",
-                    "GLOG_v": "3", "MS_OM_PATH": str(folder),
-                }  # fmt: skip
+                    "SLURM_PROCID": str(index),
+                    "SLURM_NTASKS": "2",
+                    "SLURM_LOCALID": "0",
+                    "SLURM_NODEID": str(index),
+                    "SLURM_JOB_NUM_NODES": "2",
+                    "SLURM_JOB_ID": "7",
+                    "SLURMD_NODENAME": NODES[index],
+                    "SLURM_JOB_NODELIST": "left,right",
+                    "GLOG_v": "3",
+                    "MS_OM_PATH": str(folder),
+                }
                 rank = node.begin(MEET, framework, str(folder), transport, **env)
                 ranks.append((index, rank))
         for index, rank in ranks:

@@ -106,8 +106,11 @@ exit_with(serve)
 def node(*words, **more):
     return subprocess.Popen(
         [sys.executable, "-c", NODE, *map(str, words)],
-        stdout=subprocess.PIPE, env=environment(), text=True, **more,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        env=environment(),
+        text=True,
+        **more,
+    )
 
 
 def events_of(process):
@@ -187,16 +190,26 @@ exit_with(serve)
 def test_an_agent_may_have_as_many_links_as_the_hard_limit_allows_and_workers_keep_the_soft(begun):
     done = subprocess.run(
         [sys.executable, "-c", AGENT, str(begun.path)],
-        stderr=subprocess.PIPE, env=environment(), text=True, timeout=60, check=True,
-    )  # fmt: skip
+        stderr=subprocess.PIPE,
+        env=environment(),
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert done.stderr.splitlines()[-2:] == ["worker 200 300", "agent 300 300"]
 
 
 # ------------------------------------------------------------------ Without room or processes
 
 
-FACTS = {"stop_signal": "TERM", "rendezvous": None, "serves": False, "most_s": 1.0,
-         "restarts": True, "log_bytes": 0}  # fmt: skip
+FACTS = {
+    "stop_signal": "TERM",
+    "rendezvous": None,
+    "serves": False,
+    "most_s": 1.0,
+    "restarts": True,
+    "log_bytes": 0,
+}
 
 
 @pytest.mark.parametrize(("status", "state"), [(0, "finished"), (3, "failed"), (-9, "failed")])

@@ -116,14 +116,28 @@ def plain(tmp_path_factory):
     script(folder, TRAIN)
     run = folder / "run"
     helpers.call(
-        "run", helpers.SMALL, f"run.dir={run}", "--", "train.py", "--die",
-        module="orchestrator", cwd=folder, timeout=390, code=1,
-    )  # fmt: skip
+        "run",
+        helpers.SMALL,
+        f"run.dir={run}",
+        "--",
+        "train.py",
+        "--die",
+        module="orchestrator",
+        cwd=folder,
+        timeout=390,
+        code=1,
+    )
     ours = [TOLD.findall((run / f"logs/rank-{rank:05d}.log").read_text()) for rank in range(2)]
     peer = helpers.call(
-        "--standalone", "--nproc-per-node=2", "train.py",
-        module="torch.distributed.run", cwd=folder, timeout=390, GLOO_SOCKET_IFNAME="lo", code=0,
-    )  # fmt: skip
+        "--standalone",
+        "--nproc-per-node=2",
+        "train.py",
+        module="torch.distributed.run",
+        cwd=folder,
+        timeout=390,
+        GLOO_SOCKET_IFNAME="lo",
+        code=0,
+    )
     return run, ours, TOLD.findall(peer.stdout)
 
 

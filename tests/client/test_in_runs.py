@@ -44,9 +44,14 @@ def test_stopped_by_one_rank_and_resumed_it_has_the_bits_of_plain_python(tmp_pat
     text = script(tmp_path, LOOP)
     run = tmp_path / "run"
     process = helpers.begin(
-        "run", "cluster.ranks_per_node=1", f"run.dir={run}", "--", text,
-        module="orchestrator", cwd=tmp_path,
-    )  # fmt: skip
+        "run",
+        "cluster.ranks_per_node=1",
+        f"run.dir={run}",
+        "--",
+        text,
+        module="orchestrator",
+        cwd=tmp_path,
+    )
     helpers.until(lambda: len(list(tmp_path.glob("here-*"))) == 2, what="both ranks")
     programs = [p for p in helpers.processes_of(text) if p.is_running()]
     next(p for p in programs if p.environ().get("RANK") == "1").terminate()

@@ -34,7 +34,7 @@ from orchestrator.rundir.program_link import (
     WARNINGS,
     WORLD,
     write_number,
-)  # fmt: skip
+)
 from orchestrator.rundir.warnings import read_warnings
 from tests.agent.specs import node_spec
 from tests.helpers import environment, until
@@ -60,8 +60,12 @@ def test_importing_us_is_quick_and_without_a_run_the_same_lines_do_nothing(tmp_p
     for _ in range(3):
         done = subprocess.run(
             [sys.executable, "-c", IMPORT],
-            env=environment(), capture_output=True, text=True, cwd=tmp_path, check=False,
-        )  # fmt: skip
+            env=environment(),
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr
         spent.append(float(done.stdout))
         if min(spent) <= 30:
@@ -98,9 +102,13 @@ def attempt(tmp_path):
 
 def watched_program(attempt):
     facts = {
-        "stop_signal": "TERM", "rendezvous": None, "serves": False, "most_s": 60.0, "log_bytes": 0,
+        "stop_signal": "TERM",
+        "rendezvous": None,
+        "serves": False,
+        "most_s": 60.0,
+        "log_bytes": 0,
         "restarts": False,
-    }  # fmt: skip
+    }
     log = RunDir(attempt.parents[1]).rank_log(0)
     log.parent.mkdir(exist_ok=True)
     log.touch()
@@ -201,11 +209,17 @@ GRAPH = torch.ones(2, requires_grad=True).sum()
 @pytest.mark.parametrize(
     ("value", "kept"),
     [
-        (1, 1.0), (True, 1.0), (0.5, 0.5), (None, None), (-math.inf, -math.inf), (GRAPH, 2.0),
-        (torch.tensor([[3]]), 3.0), (torch.tensor(1e300, dtype=torch.float64).numpy(), 1e300),
+        (1, 1.0),
+        (True, 1.0),
+        (0.5, 0.5),
+        (None, None),
+        (-math.inf, -math.inf),
+        (GRAPH, 2.0),
+        (torch.tensor([[3]]), 3.0),
+        (torch.tensor(1e300, dtype=torch.float64).numpy(), 1e300),
         (torch.tensor(7).numpy()[()], 7.0),
     ],
-)  # fmt: skip
+)
 def test_what_is_a_number_is_recorded_as_it_was_when_it_was_told(ranks, value, kept):
     held = value.clone() if isinstance(value, torch.Tensor) else value
     ranks[0].report(0, loss=held, samples=torch.tensor(8), other=held)

@@ -139,10 +139,13 @@ def test_stopped_at_random_ranks_and_moments_it_ends_with_the_same_bits(
         starts = run_in_threads(
             ranks,
             lambda group, asked=asked: Training(
-                group, **how, stops=asked.get(group.rank), checkpoints=tmp_path,
+                group,
+                **how,
+                stops=asked.get(group.rank),
+                checkpoints=tmp_path,
                 checkpoint_every=0,
             ),
-        )  # fmt: skip
+        )
         assert len({tuple(one.updates) for one in starts}) == 1, "they leave together"
         if not freezes:  # ranks exchange which parameters are used when that changes
             assert {n for one in starts for n in one.collectives} <= {int(ranks > 1)}

@@ -35,8 +35,9 @@ def test_a_job_file_of_ones_own_wins_over_the_shipped_one_of_its_name(tmp_path):
     own = {"_target_": "tests.tiny_job.Tiny", "width": 3}
     assert compose(["job=line"], conf).job == own
     assert [p.config.job for p in points("-m", "job=line", "train.updates=1,2", "-cd", conf)] == [
-        own, own
-    ]  # fmt: skip
+        own,
+        own,
+    ]
 
 
 def test_a_folder_on_hydras_search_path_wins_too(tmp_path):
@@ -59,28 +60,53 @@ def test_a_primary_of_ones_own_is_taken_by_its_name(tmp_path, name):
 
 OWN = "defaults: [base, _self_]\n"
 WRONG_FILES = [  # the files, what is chosen, and the message
-    ({"mine": OWN, "cluster__site": "partion: gpu\n"}, ["cluster=site"],
-     "cluster/site.yaml: there is no key 'partion'; did you mean 'partition'?"),
-    ({"mine": OWN, "cluster__site": "defaults: [slurm]\nranks_per_node: many\n"}, ["cluster=site"],
-     "cluster/site.yaml: ranks_per_node must be a whole number, but is 'many'"),
-    ({"mine": OWN, "experiment__more": "train: {updates: 3}\n"}, ["experiment=more"],
-     "experiment/more.yaml has to begin with the line # @package _global_;"),
-    ({"mine": OWN + "train: {updats: 3}\n"}, [],
-     "mine.yaml: there is no key 'train.updats'; did you mean 'updates'?"),
-    ({"mine": OWN + "hydra: {run: {dir: outputs}}\n"}, [],
-     "hydra.run.dir=outputs means nothing here: a run's folder is run.dir"),
+    (
+        {"mine": OWN, "cluster__site": "partion: gpu\n"},
+        ["cluster=site"],
+        "cluster/site.yaml: there is no key 'partion'; did you mean 'partition'?",
+    ),
+    (
+        {"mine": OWN, "cluster__site": "defaults: [slurm]\nranks_per_node: many\n"},
+        ["cluster=site"],
+        "cluster/site.yaml: ranks_per_node must be a whole number, but is 'many'",
+    ),
+    (
+        {"mine": OWN, "experiment__more": "train: {updates: 3}\n"},
+        ["experiment=more"],
+        "experiment/more.yaml has to begin with the line # @package _global_;",
+    ),
+    (
+        {"mine": OWN + "train: {updats: 3}\n"},
+        [],
+        "mine.yaml: there is no key 'train.updats'; did you mean 'updates'?",
+    ),
+    (
+        {"mine": OWN + "hydra: {run: {dir: outputs}}\n"},
+        [],
+        "hydra.run.dir=outputs means nothing here: a run's folder is run.dir",
+    ),
     ({"mine": "a: {\n"}, [], "mine.yaml, line 2: "),
     ({"mine": "job: {_target_: *nobody}\n"}, [], "mine.yaml, line 1: found undefined alias"),
     ({"mine": "defaults: [base, mine, _self_]\n"}, [], "defaults of mine.yaml include itself"),
-    ({"mine": "defaults: [base, more, _self_]\n", "more": "defaults: [mine]\n"}, [],
-     "the defaults of mine.yaml and more.yaml include each other"),
-    ({"mine": "defaults: [base, override cluster: slurm, _self_]\n",
-      "cluster__slurm": "defaults: [slurm]\n"}, [],
-     "the defaults of cluster/slurm.yaml include itself"),
-    *(({"mine": "train: {updates: 3}\n"}, chosen, "'mine.yaml' does not extend base")
-      for chosen in ([], ["job=digits"], ["cluster.nodes=3"])),
+    (
+        {"mine": "defaults: [base, more, _self_]\n", "more": "defaults: [mine]\n"},
+        [],
+        "the defaults of mine.yaml and more.yaml include each other",
+    ),
+    (
+        {
+            "mine": "defaults: [base, override cluster: slurm, _self_]\n",
+            "cluster__slurm": "defaults: [slurm]\n",
+        },
+        [],
+        "the defaults of cluster/slurm.yaml include itself",
+    ),
+    *(
+        ({"mine": "train: {updates: 3}\n"}, chosen, "'mine.yaml' does not extend base")
+        for chosen in ([], ["job=digits"], ["cluster.nodes=3"])
+    ),
     ({"mine": OWN, "base": "model: x\n"}, [], "/base.yaml hides the shipped base"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("files", "chosen", "words"), WRONG_FILES)
@@ -127,11 +153,16 @@ def test_a_schedule_beside_a_jobs_own_rates_is_refused():
 
 
 def test_the_users_home_is_meant_by_a_tilde_where_no_shell_reads_it():
-    found = compose([
-        "job.data_dir=~/mnist", "+job.more=[~/a,{b: ~/c}]", "cluster=slurm",
-        "cluster.container=~/x.sif", "cluster.environment={A: ~/a, B: b}",
-        "cluster.preamble=['cd ~/x']",
-    ])  # fmt: skip
+    found = compose(
+        [
+            "job.data_dir=~/mnist",
+            "+job.more=[~/a,{b: ~/c}]",
+            "cluster=slurm",
+            "cluster.container=~/x.sif",
+            "cluster.environment={A: ~/a, B: b}",
+            "cluster.preamble=['cd ~/x']",
+        ]
+    )
     home, cluster = str(Path.home()), found.cluster
     assert found.job["data_dir"] == f"{home}/mnist"
     assert found.job["more"] == [f"{home}/a", {"b": f"{home}/c"}]

@@ -76,9 +76,10 @@ def test_points_that_share_a_composition_are_those_that_are_composed_whole(
     folder = tmp_path_factory.mktemp("conf")
     (folder / "mine.yaml").write_text(yaml.safe_dump(PRIMARY))
     line = CommandLine(
-        config_dir=str(folder) if own else None, config_name="mine" if own else "config",
+        config_dir=str(folder) if own else None,
+        config_name="mine" if own else "config",
         multirun=True,
-    )  # fmt: skip
+    )
     whole = Composer(line)
     whole._shared = dict.fromkeys(range(MAX_SHARED))  # full, so each point is composed whole
     for shared, alone in zip(

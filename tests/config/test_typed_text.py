@@ -12,10 +12,40 @@ from orchestrator.errors import ConfigError
 from orchestrator.launch import main
 
 AWKWARD = (
-    "0042", "42", "007", "1e3", "1E3", "1e-4", "1.50", "1.0", ".5", "3.", "+5", "-0", "1_000",
-    "0x1F", "0b11", "0o17", "on", "off", "yes", "No", "true", "TRUE", "4:00:00", "12:30", "1:2.5",
-    "2026-11-29", "nan", ".nan", "inf", "-inf", "16:9", "y", "n",
-)  # fmt: skip
+    "0042",
+    "42",
+    "007",
+    "1e3",
+    "1E3",
+    "1e-4",
+    "1.50",
+    "1.0",
+    ".5",
+    "3.",
+    "+5",
+    "-0",
+    "1_000",
+    "0x1F",
+    "0b11",
+    "0o17",
+    "on",
+    "off",
+    "yes",
+    "No",
+    "true",
+    "TRUE",
+    "4:00:00",
+    "12:30",
+    "1:2.5",
+    "2026-11-29",
+    "nan",
+    ".nan",
+    "inf",
+    "-inf",
+    "16:9",
+    "y",
+    "n",
+)
 TABLE_KEYS = ("cluster.environment.A",)
 FLAGS = ("cluster.slurm_flags.begin", "cluster.srun_flags.cpu-bind", "job.arguments.lr")
 

@@ -15,10 +15,17 @@ from tests.helpers import call, verb
 from tests.run_folders import record
 
 COMMON = (
-    "train.evaluate_every=0", "train.checkpoint_every=3", "train.keep_checkpoints=20",
-    "tracker=none", "accumulation.global_batch=24", "accumulation.steps=null", "train.updates=8",
-    "accumulation.micro_batch=4", "accumulation.reduction=reproducible", "cluster.nodes=1",
-)  # fmt: skip
+    "train.evaluate_every=0",
+    "train.checkpoint_every=3",
+    "train.keep_checkpoints=20",
+    "tracker=none",
+    "accumulation.global_batch=24",
+    "accumulation.steps=null",
+    "train.updates=8",
+    "accumulation.micro_batch=4",
+    "accumulation.reduction=reproducible",
+    "cluster.nodes=1",
+)
 FLIPPED = "job._target_=tests.replay.jobs.Flipped"
 NAMES = ["0.weight", "0.bias", "3.weight", "3.bias"]
 
@@ -86,9 +93,13 @@ def lines(path, count, *, digests=True, changes=()):
             )
             digest = f"{update:016x}" if digests else None
             report = BoundaryReport(
-                update=update, loss=1 / (update + 1), weight=24.0, gradient_norm=1 / (update + 1),
-                gradient_digest=digest, metrics={"error": 0.5},
-            )  # fmt: skip
+                update=update,
+                loss=1 / (update + 1),
+                weight=24.0,
+                gradient_norm=1 / (update + 1),
+                gradient_digest=digest,
+                metrics={"error": 0.5},
+            )
             line = update_line(CompletedUpdate(window, report, 0.2), 0) | changed.get(update, {})
             file.write(json.dumps(line | {"attempt": 0}) + "\n")
 
@@ -99,10 +110,16 @@ def test_records_are_compared_as_texts_with_redone_and_torn_lines(tmp_path):
     lines(b, 60)
     with b.open("a") as file:  # a second attempt redoes the last, and is killed
         redone = [
-            record(n, 1, gradient_digest=f"{n:016x}", gradient_norm=1 / (n + 1), weight=24.0,
-                   samples=24)
+            record(
+                n,
+                1,
+                gradient_digest=f"{n:016x}",
+                gradient_norm=1 / (n + 1),
+                weight=24.0,
+                samples=24,
+            )
             for n in range(40, 60)
-        ]  # fmt: skip
+        ]
         file.write("".join(json.dumps(line) + "\n" for line in redone))
         file.write('{"update": 60, "ti')
     found = compare_records(a, b)
@@ -110,8 +127,9 @@ def test_records_are_compared_as_texts_with_redone_and_torn_lines(tmp_path):
     lines(b, 60, changes=[(33, {"gradient_digest": "f" * 16}), (34, {"loss": 7.0})])
     found = compare_records(a, b)
     assert (found.update, found.fields) == (
-        33, {"gradient_digest": (f'"{33:016x}"', '"ffffffffffffffff"')},
-    )  # fmt: skip
+        33,
+        {"gradient_digest": (f'"{33:016x}"', '"ffffffffffffffff"')},
+    )
     lines(a, 60, digests=False)
     found = compare_records(a, b)
     assert (found.update, [*found.fields], found.by_digest) == (34, ["loss"], False)

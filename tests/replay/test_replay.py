@@ -26,9 +26,13 @@ from tests.helpers import (
 from tests.hold import begin_held, request_stop
 
 COMMON = (
-    "train.evaluate_every=4", "train.checkpoint_every=3", "train.keep_checkpoints=20",
-    "tracker=none", "accumulation.global_batch=24", "accumulation.steps=null",
-)  # fmt: skip
+    "train.evaluate_every=4",
+    "train.checkpoint_every=3",
+    "train.keep_checkpoints=20",
+    "tracker=none",
+    "accumulation.global_batch=24",
+    "accumulation.steps=null",
+)
 EXACT = (*COMMON, "accumulation.micro_batch=4", "accumulation.reduction=reproducible")
 UPDATES = 12
 
@@ -105,8 +109,11 @@ def test_a_record_that_was_edited_is_told_from_another_computation(changed, tmp_
     run = tmp_path / "run"
     shutil.copytree(changed, run)
     lines = (run / "metrics.jsonl").read_text().splitlines()
-    place = max(n for n, line in enumerate(lines) if json.loads(line).get("update") == 5
-                and "loss" in json.loads(line))  # fmt: skip
+    place = max(
+        n
+        for n, line in enumerate(lines)
+        if json.loads(line).get("update") == 5 and "loss" in json.loads(line)
+    )
     line = json.loads(lines[place])
     lines[place] = json.dumps(line | {"loss": line["loss"] * (1 + 1e-15)})
     (run / "metrics.jsonl").write_text("\n".join([*lines, ""]))
@@ -164,11 +171,19 @@ def test_three_poisoned_samples_of_ten_thousand_are_listed_first(tmp_path):
     run, update = tmp_path / "run", 25
     order = DataOrder(dataset_samples=10_000, global_batch=60).indices(update).tolist()
     poisoned = [order[5], order[31], order[59]]
-    words = ("job._target_=tests.replay.jobs.Poisoned", "+job.samples=10000", *COMMON[:-2],
-             f"job.poisoned={poisoned}", "accumulation.reduction=reproducible",
-             "accumulation.global_batch=60", "accumulation.steps=null",
-             "accumulation.micro_batch=10", "train.updates=31", "cluster.nodes=1",
-             f"run.dir={run}")  # fmt: skip
+    words = (
+        "job._target_=tests.replay.jobs.Poisoned",
+        "+job.samples=10000",
+        *COMMON[:-2],
+        f"job.poisoned={poisoned}",
+        "accumulation.reduction=reproducible",
+        "accumulation.global_batch=60",
+        "accumulation.steps=null",
+        "accumulation.micro_batch=10",
+        "train.updates=31",
+        "cluster.nodes=1",
+        f"run.dir={run}",
+    )
     call(*(word.replace("job.poisoned", "+job.poisoned") for word in words), code=0)
     found = replay(run, "--around-spike", "--short")
     assert found["update"] == update
@@ -183,8 +198,14 @@ def test_three_poisoned_samples_of_ten_thousand_are_listed_first(tmp_path):
 def test_the_update_in_which_a_run_failed_names_the_sample(tmp_path):
     run = tmp_path / "run"
     sample = int(DataOrder(dataset_samples=240, global_batch=24).indices(4)[7])
-    words = ("job._target_=tests.replay.jobs.Poisoned", f"+job.poisoned=[{sample}]",
-             "+job.value=nan", *EXACT, "train.updates=8", "cluster.nodes=1")  # fmt: skip
+    words = (
+        "job._target_=tests.replay.jobs.Poisoned",
+        f"+job.poisoned=[{sample}]",
+        "+job.value=nan",
+        *EXACT,
+        "train.updates=8",
+        "cluster.nodes=1",
+    )
     call(*words, f"run.dir={run}", code=1)
     assert [line["update"] for line in records(run)] == [0, 1, 2, 3]
     found = replay(run, "--around-spike")
@@ -216,9 +237,14 @@ def test_pdb_stops_in_the_jobs_own_loss_with_the_batch(changed, tmp_path):
     words = ("replay", changed, "--update", 5, "--debug", "--leaf", 2)
     typed = "p 'shape', tuple(batch[0].shape)\nq\n"
     done = subprocess.run(
-        command(*words, module="orchestrator"), input=typed, env=environment(),
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
+        command(*words, module="orchestrator"),
+        input=typed,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
     assert "tiny_job.py" in done.stdout
     assert "loss()" in done.stdout
     assert "('shape', (4, 8))" in done.stdout
@@ -300,9 +326,13 @@ def test_a_loop_over_windows_is_replayed_on_fewer_ranks(tmp_path):
     assert [piece["samples"] for piece in pieces] == [leaf["samples"] for leaf in leaves]
     done = subprocess.run(
         command("replay", run, "--update", 4, "--debug", module="orchestrator"),
-        input="p 'piece', piece\nq\n", env=environment(), capture_output=True, text=True,
-        timeout=120, check=True,
-    )  # fmt: skip
+        input="p 'piece', piece\nq\n",
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
     assert f"('piece', {found['leaves'][0]['samples']})" in done.stdout
     refused = verb("replay", run, "--update", 4, "--by-sample", code=2).stderr
     assert "a loop of its own, which decides the size of its micro-batches" in refused

@@ -167,12 +167,23 @@ def seen(browser, sweep, tmp_path_factory):
         text = f"<!doctype html><meta charset=utf-8>{LOOK}{''.join(looked_at)}"
         (home / "look.html").write_text(text)
         shown = subprocess.run(
-            [browser, "--headless=new", "--disable-gpu", "--enable-logging=stderr", "--dump-dom",
-             *["--no-sandbox"] * (os.geteuid() == 0), f"--user-data-dir={home / shade}",
-             f"--blink-settings=preferredColorScheme={int(shade == 'light')}",
-             "--virtual-time-budget=20000", (home / "look.html").as_uri()],
-            capture_output=True, text=True, timeout=120, check=True,
-        )  # fmt: skip
+            [
+                browser,
+                "--headless=new",
+                "--disable-gpu",
+                "--enable-logging=stderr",
+                "--dump-dom",
+                *["--no-sandbox"] * (os.geteuid() == 0),
+                f"--user-data-dir={home / shade}",
+                f"--blink-settings=preferredColorScheme={int(shade == 'light')}",
+                "--virtual-time-budget=20000",
+                (home / "look.html").as_uri(),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
         [facts] = re.findall(r'data-seen="([^"]*)"', shown.stdout)
         complaints = [line for line in shown.stderr.splitlines() if "CONSOLE" in line]
         found[shade] = json.loads(html.unescape(facts)), complaints
@@ -209,7 +220,7 @@ def test_a_page_is_written_beside_the_runs_for_their_owner_alone(sweep):
         (["--format", "pdf"], "choose one of html, csv, json"),
         (["--format", "csv", "-o", "nowhere/table.csv"], "cannot be written: No such file"),
     ],
-)  # fmt: skip
+)
 def test_misuse_is_one_sentence(sweep, more, said, tmp_path):
     done = verb("report", sweep, *more, cwd=tmp_path)
     assert done.returncode != 0

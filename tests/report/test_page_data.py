@@ -163,16 +163,18 @@ def test_a_damaged_point_is_named_and_the_others_are_shown(made, tmp_path):
 
 
 def test_a_chart_marks_restarts_and_the_failure(made):
-    again = {"restart": {"attempt": 1, "why": "rank 1 was killed", "resumed_from": 2,
-                         "lost_updates": 0}}  # fmt: skip
+    again = {
+        "restart": {"attempt": 1, "why": "rank 1 was killed", "resumed_from": 2, "lost_updates": 0}
+    }
     lines = [record(n, attempt=n // 2, **(again if n == 2 else {})) for n in range(4)]
     culprit = {"rank": 1, "node": "node0", "cause": "killed", "log_tail": []}
     run = made("one", records=lines, ended=result(state="failed", culprit=culprit))
     data = data_of(run.path)
     [one] = data["runs"]
     assert [(m["what"], m["update"], m["samples"]) for m in one["marks"]] == [
-        ("restart", 3, 768), ("failed", 4, 1024),
-    ]  # fmt: skip
+        ("restart", 3, 768),
+        ("failed", 4, 1024),
+    ]
     drawn = {chart["id"]: chart for chart in charts(data)}
     assert "one went on at update 3: rank 1 was killed" in drawn["loss-update"]["says"]
 

@@ -67,8 +67,10 @@ def test_verbose_says_a_line_of_each_update(screen):
         progress.update([record(0), record(1)])
         progress.update([record(2)])
     assert [line.split("  loss")[0] for line in printed(screen)[1:]] == [
-        "update   1/100", "update   2/100", "update   3/100",
-    ]  # fmt: skip
+        "update   1/100",
+        "update   2/100",
+        "update   3/100",
+    ]
 
 
 def test_held_out_figures_are_said_with_the_number_of_their_update(screen):
@@ -139,8 +141,15 @@ def test_what_is_least_important_is_left_out_first_of_a_narrow_line():
         best=BestFigure("-held_out.loss", updates=3, value=0.5),
         evaluation={"loss": 0.75},
     )
-    parts = ["loss 0.2500", "error 0.1250", "held-out loss 0.7500", "best loss 0.5000",
-             "1,250 samples/s", "10 s left", "●●●○"]  # fmt: skip
+    parts = [
+        "loss 0.2500",
+        "error 0.1250",
+        "held-out loss 0.7500",
+        "best loss 0.5000",
+        "1,250 samples/s",
+        "10 s left",
+        "●●●○",
+    ]
     least_first = [parts[1], parts[2], parts[3], parts[6], parts[4], parts[5]]
     numbers = set()
     for width in range(140, 25, -1):
@@ -194,11 +203,19 @@ def test_the_line_is_one_line_that_begins_with_the_update_at_any_width(
 ):
     total = None if more is None else updates + more
     line = live_line(
-        Moment(updates=updates, total=total, loss=loss, samples_per_second=pace,
-               seconds_left=pace, micro_steps=steps, micro_steps_done=done,
-               metrics={"error\n": 0.5}, evaluation={"accuracy\n": 0.5}),
+        Moment(
+            updates=updates,
+            total=total,
+            loss=loss,
+            samples_per_second=pace,
+            seconds_left=pace,
+            micro_steps=steps,
+            micro_steps_done=done,
+            metrics={"error\n": 0.5},
+            evaluation={"accuracy\n": 0.5},
+        ),
         Screen(width=width),
-    )  # fmt: skip
+    )
     assert line.cell_len < width
     assert "\n" not in line.plain
     assert line.plain.startswith("update"[: width - 1])

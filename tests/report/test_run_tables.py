@@ -27,30 +27,61 @@ def show(plan, **options):
 PLANS = {
     "equal ranks share a row": (
         {"nodes": 30, "ranks_per_node": 8, "global_batch": 3072, "micro_batch": 10},
-        ["240 ranks on 30 nodes", "3,072 samples in 2 micro-steps of at most 10 samples",
-         "ranks 0-191 13 samples = 7+6 ranks 192-239 12 samples = 6+6"],
+        [
+            "240 ranks on 30 nodes",
+            "3,072 samples in 2 micro-steps of at most 10 samples",
+            "ranks 0-191 13 samples = 7+6 ranks 192-239 12 samples = 6+6",
+        ],
     ),
     "what is unknown says why": (
         {"nodes": 1, "ranks_per_node": 2, "global_batch": 8, "steps": 2},
         ["unknown (the data set is not looked at here)", "unknown (the model is not built here)"],
     ),
     "what is known is shown": (
-        {"nodes": 1, "ranks_per_node": 2, "global_batch": 8, "steps": 2, "dataset_samples": 80,
-         "parameters": 1000, "base_lr": 0.1, "warmup_updates": 2, "decay": "cosine"},
+        {
+            "nodes": 1,
+            "ranks_per_node": 2,
+            "global_batch": 8,
+            "steps": 2,
+            "dataset_samples": 80,
+            "parameters": 1000,
+            "base_lr": 0.1,
+            "warmup_updates": 2,
+            "decay": "cosine",
+        },
         ["10 (1 epoch)", "peak 0.1", "per update and rank"],
     ),
     "a batch that grows has a row for each stage": (
-        {"nodes": 1, "ranks_per_node": 2, "global_batch": 8, "steps": 2, "scaling": "linear",
-         "batch_schedule": [[5, 16], [1000, 40]], "base_lr": 0.1, "base_batch": 8,
-         "samples": 900, "dataset_samples": 80, "parameters": 1000},
-        ["8 samples in 2 micro-steps",
-         "from update 5 on 16 samples in 4 micro-steps, peak rate 0.2",
-         "from update 1,000 on 40 samples in 10 micro-steps, peak rate 0.5 (schedule.scaling=lin",
-         "updates 60 (", "900 samples)", "updates in epoch 0 8"],
+        {
+            "nodes": 1,
+            "ranks_per_node": 2,
+            "global_batch": 8,
+            "steps": 2,
+            "scaling": "linear",
+            "batch_schedule": [[5, 16], [1000, 40]],
+            "base_lr": 0.1,
+            "base_batch": 8,
+            "samples": 900,
+            "dataset_samples": 80,
+            "parameters": 1000,
+        },
+        [
+            "8 samples in 2 micro-steps",
+            "from update 5 on 16 samples in 4 micro-steps, peak rate 0.2",
+            (
+                "from update 1,000 on 40 samples in 10 micro-steps, peak rate 0.5 "
+                "(schedule.scaling=lin"
+            ),
+            "updates 60 (",
+            "900 samples)",
+            "updates in epoch 0 8",
+        ],
     ),
-    "ranks without samples": ({"nodes": 1, "ranks_per_node": 3, "global_batch": 2, "steps": 1},
-                              ["idle", "warning: see [accumulation]"]),
-}  # fmt: skip
+    "ranks without samples": (
+        {"nodes": 1, "ranks_per_node": 3, "global_batch": 2, "steps": 1},
+        ["idle", "warning: see [accumulation]"],
+    ),
+}
 
 
 @pytest.mark.parametrize("case", PLANS)
@@ -128,13 +159,19 @@ def test_a_stopped_run_says_why_with_a_command_in_one_piece(screen):
 
 CLOSINGS = {
     "compilation apart from steady micro-steps": (
-        [record(0, compile_s=2.0, plain_step_s=0.26, compute_s=0.5),
-         *(record(n, compute_s=0.08, micro_steps=4) for n in range(1, 20))], {},
+        [
+            record(0, compile_s=2.0, plain_step_s=0.26, compute_s=0.5),
+            *(record(n, compute_s=0.08, micro_steps=4) for n in range(1, 20)),
+        ],
+        {},
         "compilation 2.00 s, in 1 update a micro-step 20.0 ms compiled, 260 ms without: 13 times",
     ),
     "skipped updates": (
-        [*(record(n, applied=False, loss_scale=2.0 ** (12 - n)) for n in range(3)),
-         record(3, loss_scale=512.0)], {},
+        [
+            *(record(n, applied=False, loss_scale=2.0 ** (12 - n)) for n in range(3)),
+            record(3, loss_scale=512.0),
+        ],
+        {},
         "not applied 3 updates, not finite; loss scale 4096 to 512",
     ),
     "no gathered weights for a skipped update": (
@@ -144,7 +181,8 @@ CLOSINGS = {
     ),
     "too few gathered weights": (
         [record(0, collectives=9), record(1, collectives=6, applied=False)],
-        {"collectives_per_update": 9, "gathers_per_update": 4}, "MISMATCH",
+        {"collectives_per_update": 9, "gathers_per_update": 4},
+        "MISMATCH",
     ),
     "too many collectives": (
         [record(n, collectives=1 if n < 5 else 4) for n in range(20)],
@@ -157,15 +195,22 @@ CLOSINGS = {
         "collectives per update 1, as planned, and 1 exchange of used parameters",
     ),
     "each update by the plan of its ranks": (
-        [record(0), record(1, collectives=0, planned_collectives=0), record(2, collectives=0),
-         record(3, planned_collectives=1), record(4)],
-        {"collectives_per_update": 1}, "0 to 1, as planned",
+        [
+            record(0),
+            record(1, collectives=0, planned_collectives=0),
+            record(2, collectives=0),
+            record(3, planned_collectives=1),
+            record(4),
+        ],
+        {"collectives_per_update": 1},
+        "0 to 1, as planned",
     ),
     "another number than that of its ranks": (
         [record(0), record(1, collectives=0, planned_collectives=0), record(2, collectives=1)],
-        {"collectives_per_update": 1}, "(1 of 3 updates, first in update 3)",
+        {"collectives_per_update": 1},
+        "(1 of 3 updates, first in update 3)",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CLOSINGS)
@@ -218,10 +263,14 @@ def test_a_stream_of_ascii_gets_ascii_also_from_logs():
 
 @pytest.mark.parametrize(
     ("cause", "node", "offered"),
-    [("killed by SIGKILL", "n3", True), ("NCCL error: unhandled", "n3", True),
-     ("rank 2 on n3 computed wrongly in update 7: …", "n3", True),
-     ("ValueError: no", "n3", False), ("killed by SIGKILL", "batch", False)],
-)  # fmt: skip
+    [
+        ("killed by SIGKILL", "n3", True),
+        ("NCCL error: unhandled", "n3", True),
+        ("rank 2 on n3 computed wrongly in update 7: …", "n3", True),
+        ("ValueError: no", "n3", False),
+        ("killed by SIGKILL", "batch", False),
+    ],
+)
 def test_a_failure_of_hardware_offers_to_exclude_its_node(screen, made, cause, node, offered):
     culprit = {"rank": 2, "node": node, "cause": cause, "log_tail": []}
     run = made("run", ended=result(state="failed", culprit=culprit))

@@ -99,9 +99,11 @@ def test_losses_of_different_batches_are_compared_after_equally_many_samples(tmp
         run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
         ended = result(samples=size * updates, updates=updates, metrics={})
         return SweptRun(
-            overrides={"accumulation.global_batch": size}, folder=run.path, result=ended,
+            overrides={"accumulation.global_batch": size},
+            folder=run.path,
+            result=ended,
             summary=summarize(ended, Figures(lines)),
-        )  # fmt: skip
+        )
 
     small, large = point(100, 20), point(150, 30)
     assert loss_at(small, 2000) == pytest.approx(np.mean([0.81, 0.80]))

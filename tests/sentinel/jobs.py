@@ -72,9 +72,12 @@ class Stateful(Tiny):
 
     def model(self):
         return torch.nn.Sequential(
-            torch.nn.Linear(8, self.width), torch.nn.BatchNorm1d(self.width), Branch(self.width),
-            torch.nn.Dropout(0.3), torch.nn.Linear(self.width, 1),
-        )  # fmt: skip
+            torch.nn.Linear(8, self.width),
+            torch.nn.BatchNorm1d(self.width),
+            Branch(self.width),
+            torch.nn.Dropout(0.3),
+            torch.nn.Linear(self.width, 1),
+        )
 
     def loss(self, model, batch):
         loss = super().loss(model, batch)
@@ -83,9 +86,13 @@ class Stateful(Tiny):
 
     def after_update(self, model, update):
         line = [
-            model[1].running_mean.tolist(), int(model[1].num_batches_tracked), model[2].calls,
-            self.steps, float(self.latest), torch.rand(1).item(),
-        ]  # fmt: skip
+            model[1].running_mean.tolist(),
+            int(model[1].num_batches_tracked),
+            model[2].calls,
+            self.steps,
+            float(self.latest),
+            torch.rand(1).item(),
+        ]
         with (current_run.folder / f"state-{current_run.rank}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
 

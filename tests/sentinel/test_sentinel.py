@@ -19,10 +19,16 @@ from orchestrator.sentinel.judgement import (
 from tests.helpers import LIGHT, ROOT, call, records, result, verb
 
 COMMON = (
-    "train.evaluate_every=0", "train.checkpoint_every=0", "tracker=none", "cluster.nodes=1",
-    "accumulation.global_batch=24", "accumulation.steps=null", "accumulation.micro_batch=4",
-    "accumulation.reduction=reproducible", "train.updates=8",
-)  # fmt: skip
+    "train.evaluate_every=0",
+    "train.checkpoint_every=0",
+    "tracker=none",
+    "cluster.nodes=1",
+    "accumulation.global_batch=24",
+    "accumulation.steps=null",
+    "accumulation.micro_batch=4",
+    "accumulation.reduction=reproducible",
+    "train.updates=8",
+)
 JOBS = "job._target_=tests.sentinel.jobs"
 EVERY = "accumulation.sentinel_every"
 
@@ -224,16 +230,22 @@ def test_a_job_that_cannot_be_computed_twice_is_refused_at_the_start(tmp_path, j
 def test_without_the_add_on_the_key_is_refused_and_nothing_else_is_missing(tmp_path):
     listed = subprocess.run(
         ["git", "ls-files", "-z", "orchestrator", "conf"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     for name in filter(None, listed.split("\0")):
         if not name.startswith("orchestrator/sentinel/") and (ROOT / name).exists():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, tmp_path / name, follow_symlinks=False)
     importing = subprocess.run(
         ["grep", "-rlE", r"^\s*(from|import) orchestrator\.sentinel", "orchestrator"],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert importing.stdout == ""
     shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("sentinel"))
     where = {"cwd": tmp_path, "PYTHONPATH": f"{tmp_path}:{ROOT / 'tests/third_party/framework'}"}

@@ -9,12 +9,20 @@ from tests.slurm import runs
 pytest.importorskip("orchestrator.sentinel")  # an add-on
 
 SETTINGS = (
-    "job._target_=tests.sentinel.jobs.Wrong", "+job.rank=1", "+job.since=3", "train.updates=12",
-    "cluster.nodes=3", "accumulation.steps=null", "accumulation.micro_batch=4",
-    "accumulation.global_batch=24", "accumulation.reduction=reproducible",
-    "accumulation.sentinel_every=4", "accumulation.sentinel=exclude", "run.survive=true",
+    "job._target_=tests.sentinel.jobs.Wrong",
+    "+job.rank=1",
+    "+job.since=3",
+    "train.updates=12",
+    "cluster.nodes=3",
+    "accumulation.steps=null",
+    "accumulation.micro_batch=4",
+    "accumulation.global_batch=24",
+    "accumulation.reduction=reproducible",
+    "accumulation.sentinel_every=4",
+    "accumulation.sentinel=exclude",
+    "run.survive=true",
     "train.evaluate_every=0",
-)  # fmt: skip
+)
 
 
 def test_a_node_that_computes_wrongly_is_left_out_and_named_as_it_is_typed(slurm, tmp_path):

@@ -14,16 +14,26 @@ from orchestrator.trainer.program import ProgramStart, Rendezvous, environment
 def variables_of(run):
     run.write_config("job: {}\n")
     topology = Topology(
-        rank=3, size=4, local_rank=1, node_index=1, nodes=2, node="n1", address="127.0.0.1",
+        rank=3,
+        size=4,
+        local_rank=1,
+        node_index=1,
+        nodes=2,
+        node="n1",
+        address="127.0.0.1",
         job_id="1",
-    )  # fmt: skip
+    )
 
     def variables(env, *, style="torch", devices="rank"):
         start = ProgramStart(
             program=ProgramConfig(command=("train.py",), style=style, devices=devices),
-            topology=topology, rendezvous=Rendezvous("127.0.0.1", 4242), run=run,
-            attempt=0, most_restarts=0, timeout_s=60,
-        )  # fmt: skip
+            topology=topology,
+            rendezvous=Rendezvous("127.0.0.1", 4242),
+            run=run,
+            attempt=0,
+            most_restarts=0,
+            timeout_s=60,
+        )
         return environment(env, start, {})
 
     return variables

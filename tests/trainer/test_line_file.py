@@ -83,9 +83,10 @@ print("third", file=sys.stderr)
 def test_a_log_without_room_ends_nothing_and_says_later_what_it_lost(tmp_path):
     log = tmp_path / "log"
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, log], check=False,
+        [sys.executable, "-c", PROGRAM, log],
+        check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    )
     assert done.returncode == 0
     assert log.read_text().splitlines() == [
         "first",

@@ -46,15 +46,19 @@ class Rank0:
     def __init__(self, run, grace_s, *, whole=True):
         self.now, self.saved, self.stop = 1000.0, [], StopFlag()
         record = SimpleNamespace(
-            save_s=0.0, can_save=lambda: whole,
+            save_s=0.0,
+            can_save=lambda: whole,
             save_now=lambda progress: self.saved.append((progress.updates, progress.samples)),
-        )  # fmt: skip
+        )
         self.callback = LeaveInTime(
-            record, fence=Fence(run.newest_attempt, 0), stop=self.stop,
+            record,
+            fence=Fence(run.newest_attempt, 0),
+            stop=self.stop,
             grace=None if grace_s is None else GracePeriods(ahead_s=grace_s),
-            cancelled=run.cancel.exists, progress=TrainingProgress(updates=7, samples=70),
+            cancelled=run.cancel.exists,
+            progress=TrainingProgress(updates=7, samples=70),
             clock=lambda: self.now,
-        )  # fmt: skip
+        )
 
     def ask(self):
         self.stop.signal = USR2

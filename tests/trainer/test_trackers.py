@@ -44,8 +44,11 @@ class TestMLflow(TrackerSuite):
 
     def read(self, run):
         client, found = _mlflow_run(run)
-        metrics = [m for key in found.data.metrics
-                for m in client.get_metric_history(found.info.run_id, key)]  # fmt: skip
+        metrics = [
+            m
+            for key in found.data.metrics
+            for m in client.get_metric_history(found.info.run_id, key)
+        ]
         written = sorted(metrics, key=lambda one: (one.timestamp, one.step))
         for (_, step), values in groupby(written, key=lambda one: (one.timestamp, one.step)):
             yield step, {one.key: one.value for one in values}
@@ -171,10 +174,20 @@ def test_mlflow_has_all_updates_of_a_failed_run_and_how_each_attempt_ended(
 
     hold = Hold(tmp_path / "hold")
     call(
-        TINY, SMALL, "tracker=mlflow", "train.updates=12", "train.checkpoint_every=2",
-        "job.fault=raise", f"job.fault_rank={failing}", "job.fault_after=21", hold.override,
-        f"run.dir={run.path}", "-q", cwd=tmp_path, code=1,
-    )  # fmt: skip
+        TINY,
+        SMALL,
+        "tracker=mlflow",
+        "train.updates=12",
+        "train.checkpoint_every=2",
+        "job.fault=raise",
+        f"job.fault_rank={failing}",
+        "job.fault_after=21",
+        hold.override,
+        f"run.dir={run.path}",
+        "-q",
+        cwd=tmp_path,
+        code=1,
+    )
     assert mlflow_has() == ("FAILED", [record["update"] for record in records(run.path)])
     hold.hold_before(6)
     resumed = begin("resume", run.path, module="orchestrator", cwd=tmp_path)
@@ -201,9 +214,15 @@ def test_weights_and_biases_has_the_exit_code(run, state):
 def test_a_run_is_tracked_and_leaves_no_process(tmp_path):
     run = RunDir(tmp_path / "run")
     call(
-        TINY, SMALL, "tracker=wandb", "train.updates=3", f"run.dir={run.path}", "-q",
-        cwd=tmp_path, code=0,
-    )  # fmt: skip
+        TINY,
+        SMALL,
+        "tracker=wandb",
+        "train.updates=3",
+        f"run.dir={run.path}",
+        "-q",
+        cwd=tmp_path,
+        code=0,
+    )
     losses = [v["train/loss"] for _, v in TestWandB().read(run) if "train/loss" in v]
     assert losses == [record["loss"] for record in records(run.path)]
     services = [p for p in psutil.process_iter(["name", "cwd"]) if "wandb" in p.info["name"]]

@@ -51,13 +51,19 @@ class LocalHandle(Handle):
         nodes = [
             {
                 "spec": NodeSpec.of(
-                    config, request.run, request.attempt, survive=survive, bind=False,
-                    index=index, names=names, address=node_address(index),
+                    config,
+                    request.run,
+                    request.attempt,
+                    survive=survive,
+                    bind=False,
+                    index=index,
+                    names=names,
+                    address=node_address(index),
                 ).to_json(),
                 "environment": build_environment(request, index, names),
             }
             for index in range(request.nodes)
-        ]  # fmt: skip
+        ]
         order = {"launcher": os.getpid(), "control": control, "report": report, "nodes": nodes}
         environment = nodes[0]["environment"]
         stdin, pipe = os.pipe()

@@ -380,9 +380,7 @@ class Accumulator:
                 if self._window.overlaps:
                     self._window.note_factor(factor)
                 try:
-                    # The bits of (loss.total * factor).backward(), without two operations more.
-                    root = None if factor == 1.0 else torch.full_like(loss.total, factor)
-                    loss.total.backward(root)
+                    _back_propagate(loss.total, factor)
                 finally:
                     self._hooks.end_backward()
                     if self._window.overlaps:
@@ -462,15 +460,15 @@ class Accumulator:
         if not isinstance(self._reduction, ReproducibleReduction):
             raise ConfigError("leaves are computed again with reduction='reproducible' alone")
         with self._window.within("recompute()"), self.clock.compute:
-            made = loss()
-            row = checked_loss(made, self.options.metric_names)
+            leaf_loss = loss()
+            row = checked_loss(leaf_loss, self.options.metric_names)
             factor = self.precision.scale / self._expected_weight
             with self._reduction.aside() as buffers:
-                self._hooks.on_gradient = None
+                self._hooks.begin_backward(None, attached=buffers.attached)
                 try:
-                    (made.total if factor == 1.0 else made.total * factor).backward()
+                    _back_propagate(leaf_loss.total, factor)
                 finally:
-                    self._hooks.on_gradient = self._window.note_undeclared
+                    self._hooks.end_backward()
                 buffers.complete()
                 return leaf_digest(buffers.flat_grads, to_floats(row))
 
@@ -554,9 +552,13 @@ class Accumulator:
             The averaged gradient's norm; None where the update is skipped.
         """
         found = self._policy.decide(
-            update, totals, trailer, summed_norm, self._reduction.non_finite,
+            update,
+            totals,
+            trailer,
+            summed_norm,
+            self._reduction.non_finite,
             divided_by=self._expected_weight,
-        )  # fmt: skip
+        )
         if found is None:
             return None
         norm, factor = found
@@ -724,6 +726,11 @@ class Accumulator:
 
 
 _living: weakref.WeakSet[Accumulator] = weakref.WeakSet()
+
+
+def _back_propagate(total: Tensor, factor: float) -> None:
+    """Add the gradients of `total * factor`, with the same bits and two operations less."""
+    total.backward(None if factor == 1.0 else torch.full_like(total, factor))
 
 
 def _refuse_shared(trained: Named) -> None:

@@ -117,9 +117,13 @@ def as_sharded(view: Tensor, parameter: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor  # takes a second to import
 
     return DTensor.from_local(
-        view, parameter.device_mesh, parameter.placements,
-        run_check=False, shape=parameter.shape, stride=parameter.stride(),
-    )  # fmt: skip
+        view,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def _parameters_of_buffers(

@@ -477,9 +477,11 @@ class TorchEngine(Engine):
         ):
             # In this process: workers fetch ahead, in the order of this rank's own leaves.
             [batch] = loader.batches(
-                [micro_batch], dataset=dataset_of(self._job), job=self._job,
+                [micro_batch],
+                dataset=dataset_of(self._job),
+                job=self._job,
                 seed=self._settings.seed,
-            )  # fmt: skip
+            )
             seed = derived_seed("step", self._settings.seed, micro_batch.update, micro_batch.start)
             seed_everything(seed)
             digest = self.accumulator.recompute(lambda: self._loss(batch))

@@ -232,10 +232,17 @@ def _train(job):
 @pytest.mark.parametrize(
     "kind",
     [
-        "calls", "draws", "seen", "center", "teacher", "schedule.beta", "numpy_draws", "count",
+        "calls",
+        "draws",
+        "seen",
+        "center",
+        "teacher",
+        "schedule.beta",
+        "numpy_draws",
+        "count",
         "made",
     ],
-)  # fmt: skip
+)
 def test_state_on_the_job_that_changes_is_warned_of_by_name(kind):
     with pytest.warns(
         UserWarning, match=rf"^Counting\.{kind} changed during training.*current_run"

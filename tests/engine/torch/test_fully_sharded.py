@@ -108,9 +108,11 @@ def _farthest(found, wanted):
 
 
 WAYS = [
-    ((2, 2), "float64", 1e-12), ((4,), "float64", 1e-12), ((4, 1), "float64", 1e-12),
+    ((2, 2), "float64", 1e-12),
+    ((4,), "float64", 1e-12),
+    ((4, 1), "float64", 1e-12),
     ((2, 2), "float32", 1e-6),
-]  # fmt: skip
+]
 
 
 def _trained(group, folder, shape, precision):
@@ -201,7 +203,7 @@ def test_what_cannot_be_served_is_refused(ranks):
         r"sharded over a mesh of shape (2,), but there are 4 ranks",
         "belongs to another accumulator",
         "1 collectives ran between the copies of the model in mid-window",
-    )  # fmt: skip
+    )
     for rank in ranks:
         for sentence, word in zip(rank["refusals"], words, strict=True):
             assert word in sentence
@@ -449,9 +451,14 @@ def _windows(group, folder, shape, checkpoints, updates):
     accumulator = Accumulator(net, _optimizer(net), group if shape is None else None, clip_norm=0.5)
     data = _data().reshape(-1, 10)[:23]
     windows = CurrentRun({}).windows(
-        len(data), accumulator, global_batch=10, micro_batch=2, updates=updates,
-        checkpoints=checkpoints, state={"shadow": shadow},
-    )  # fmt: skip
+        len(data),
+        accumulator,
+        global_batch=10,
+        micro_batch=2,
+        updates=updates,
+        checkpoints=checkpoints,
+        state={"shadow": shadow},
+    )
     assert shadow.is_of(net)
     first, lengths, ahead = windows.first, [], windows.indices()
     for window in windows:

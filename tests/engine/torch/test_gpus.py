@@ -79,10 +79,15 @@ def _trained(ranks, **options):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"overlap": False}, {"bucket_bytes": 256}, {"shard_optimizer": True},
-     {"reduction": "reproducible"}],
+    [
+        {},
+        {"overlap": False},
+        {"bucket_bytes": 256},
+        {"shard_optimizer": True},
+        {"reduction": "reproducible"},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_nothing_is_read_before_its_wait_nor_written_while_under_way(options, monkeypatch):
     wanted = _trained(2, **options)
     monkeypatch.setattr(threads, "InProcessGroup", LateGroup)

@@ -43,9 +43,12 @@ def digests(group, reduction="reproducible"):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(5, 33), torch.nn.Tanh(), torch.nn.Linear(33, 1))
     ours = Accumulator(
-        model, torch.optim.AdamW(model.parameters(), 0.1), group, reduction=reduction,
+        model,
+        torch.optim.AdamW(model.parameters(), 0.1),
+        group,
+        reduction=reduction,
         clip_norm=0.1,
-    )  # fmt: skip
+    )
     x = torch.randn(3, 14, 5, generator=torch.Generator().manual_seed(1))
     found = []
     cuts = [number * 7 // group.size for number in range(group.size + 1)]

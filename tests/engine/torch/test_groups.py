@@ -375,22 +375,31 @@ END = "print(group.counters.collectives)"
 
 def test_processes_that_end_right_after_a_collective_do_not_abort(tmp_path):
     environment = {
-        **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
-    }  # fmt: skip
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     with contextlib.ExitStack() as stack:  # without `_wait_for_gloo` one rank in three aborts
         ranks = [
             stack.enter_context(
                 subprocess.Popen(
                     [
-                        sys.executable, "-c", START + overtaken + END,
-                        str(rank), str(tmp_path / f"store{turn}"),
+                        sys.executable,
+                        "-c",
+                        START + overtaken + END,
+                        str(rank),
+                        str(tmp_path / f"store{turn}"),
                     ],
-                    env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                    env=environment,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
                 )
             )
             for turn, overtaken in enumerate((BEFORE_IT_FREES, BEFORE_IT_HAS_THE_LOCK))
             for rank in range(2)
-        ]  # fmt: skip
+        ]
         for rank in ranks:
             stack.callback(rank.kill)
         first_true(lambda: all(rank.poll() is not None for rank in ranks), seconds=10)

@@ -259,8 +259,10 @@ def test_a_weight_that_cannot_be_divided_by_is_refused_and_its_samples_named(wei
     with pytest.raises(JobError, match=r"samples 0 to 1 of validation\(\)\['b'\]; it must be 0"):
         failing(
             lambda model, loss: Loss(loss.total, weight if loss.weight == 2 else 1, loss.metrics),
-            ranks=2, size=2, **parts,
-        )  # fmt: skip
+            ranks=2,
+            size=2,
+            **parts,
+        )
 
 
 def test_a_loss_that_is_not_finite_or_has_no_weight_gives_nan_with_a_warning():

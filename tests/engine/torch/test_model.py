@@ -23,9 +23,14 @@ from tests.laws.problem import difference
 class Pictures(Job):
     def model(self):
         return nn.Sequential(
-            nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(),
-            nn.Linear(8 * 36, 6), nn.BatchNorm1d(6), nn.Linear(6, 1),
-        )  # fmt: skip
+            nn.Conv2d(1, 8, 3),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(8 * 36, 6),
+            nn.BatchNorm1d(6),
+            nn.Linear(6, 1),
+        )
 
     def dataset(self):
         made = torch.Generator().manual_seed(3)

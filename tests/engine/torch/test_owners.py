@@ -298,10 +298,17 @@ def _refused(optimizer_of, message, **options):
 
 def test_what_is_not_known_or_cannot_be_is_refused():
     sharded = {"shard_optimizer": True}
-    _refused(lambda net: Lamb(net.parameters()), r"does not know .*Lamb; .*shard_by='parameters'",
-             **sharded)  # fmt: skip
-    _refused(lambda net: optim.AdamW(net.parameters()), r"no engine\.shard_by=parameter; did you",
-             shard_by="parameter", **sharded)  # fmt: skip
+    _refused(
+        lambda net: Lamb(net.parameters()),
+        r"does not know .*Lamb; .*shard_by='parameters'",
+        **sharded,
+    )
+    _refused(
+        lambda net: optim.AdamW(net.parameters()),
+        r"no engine\.shard_by=parameter; did you",
+        shard_by="parameter",
+        **sharded,
+    )
 
     def misnamed(net):
         return optim.AdamW([{"params": list(net.parameters()), "shard_by": "rows"}])

@@ -195,10 +195,12 @@ def test_nccl_is_chosen_only_where_every_rank_has_a_gpu_of_its_own():
     ("ranks", "message"),
     [
         (_ranks("auto", ["a", ""]), r"rank 1 on n has no GPU that torch can use"),
-        ([replace(one, device_error="GPU 3: lost") for one in _ranks("auto", ["", ""])],
-         "rank 0 on n cannot use its device: GPU 3: lost"),
+        (
+            [replace(one, device_error="GPU 3: lost") for one in _ranks("auto", ["", ""])],
+            "rank 0 on n cannot use its device: GPU 3: lost",
+        ),
     ],
-)  # fmt: skip
+)
 def test_cpus_never_replace_requested_devices(ranks, message):
     assert choose(ranks) == "gloo"
     with_request = [replace(one, device_request="cluster.gpus_per_node=2") for one in ranks]

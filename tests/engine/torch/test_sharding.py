@@ -440,10 +440,14 @@ NADAM = {"_target_": "torch.optim.NAdam"}  # has more than one number for a para
 @pytest.mark.parametrize("shard", [True, False])
 @pytest.mark.parametrize(
     ("optimizer", "precision"),
-    [(ADAM, "bfloat16"), (NADAM, "float64"), ({"name": "sgd", "momentum": 0.9}, "float32"),
-     (ADAM, "float16")],
+    [
+        (ADAM, "bfloat16"),
+        (NADAM, "float64"),
+        ({"name": "sgd", "momentum": 0.9}, "float32"),
+        (ADAM, "float16"),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_run_resumes_with_the_same_bits(tmp_path, optimizer, precision, shard):
     more = {"optimizer": optimizer, "precision": precision, "shard": shard, "dropout": 0.3}
     saved = run_in_threads(3, partial(_save, folder=tmp_path, **more))
@@ -455,10 +459,14 @@ def test_a_run_resumes_with_the_same_bits(tmp_path, optimizer, precision, shard)
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [((3, True), (2, True)), ((2, True), (2, False)), ((3, False), (2, True)),
-     ((2, True), (1, True))],
+    [
+        ((3, True), (2, True)),
+        ((2, True), (2, False)),
+        ((3, False), (2, True)),
+        ((2, True), (1, True)),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_checkpoint_does_not_know_of_shards(tmp_path, before, after):
     """From (ranks, sharded) to other ones, with the same weights and, nearly, the same steps."""
     more = {"optimizer": NADAM, "precision": "float64"}

@@ -271,9 +271,12 @@ class Wide(Curve):
     def model(self):
         torch.manual_seed(0)
         model = nn.Sequential(
-            nn.Linear(4, WIDE), nn.BatchNorm1d(WIDE), nn.Linear(WIDE, 4), nn.Linear(4, WIDE),
+            nn.Linear(4, WIDE),
+            nn.BatchNorm1d(WIDE),
+            nn.Linear(WIDE, 4),
+            nn.Linear(4, WIDE),
             nn.Linear(WIDE, 1),
-        )  # fmt: skip
+        )
         model[3].weight = model[0].weight
         model.register_parameter("wave", nn.Parameter(torch.ones(WIDE * 4, dtype=torch.cfloat)))
         return model

@@ -15,8 +15,10 @@ from tests.engine.torch.jobs import Curve, engine_of
 from tests.engine.windows import compute, run, window_of
 
 SETTINGS = {
-    "optimizer": {"name": "adam"}, "reduction": "reproducible", "survive": True,
-}  # fmt: skip
+    "optimizer": {"name": "adam"},
+    "reduction": "reproducible",
+    "survive": True,
+}
 
 
 class Normed(Curve):
@@ -262,8 +264,11 @@ def test_survivors_go_on_although_their_caches_have_other_sizes():
 # ------------------------------------------------------------------ an optimizer in shards
 
 SHARDED = {
-    "optimizer": {"name": "adam"}, "shard_optimizer": True, "survive": True, "clip_norm": 1.0,
-}  # fmt: skip
+    "optimizer": {"name": "adam"},
+    "shard_optimizer": True,
+    "survive": True,
+    "clip_norm": 1.0,
+}
 OWNED = SHARDED | {"shard_by": "parameters"}
 
 
