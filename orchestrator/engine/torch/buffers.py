@@ -355,8 +355,6 @@ class GradientBuffers:
     def check(self) -> None:
         """Check that only backwards wrote gradients since the window began.
 
-        Once before anything is sent is enough: versions and counts both only grow.
-
         Raises:
             JobError: something else wrote there.
         """
@@ -476,6 +474,7 @@ class GradHooks:
         self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         self._on_gradient: Callable[[int], None] | None = on_undeclared
         self._on_undeclared = on_undeclared
+        self._first = parameters[0]
         self._together = False  # count at the end of the backward
         self._arrived: list[Tensor] = []
         # The nodes that accumulate gradients stay the same ones, and with them the stream of a GPU
@@ -497,7 +496,12 @@ class GradHooks:
         Args:
             on_gradient: called with the parameter's number for each gradient that has come.
             attached: autograd adds in the buffers, so no first gradient has to be moved there.
+
+        Raises:
+            JobError: a CUDA graph captures it.
         """
+        if self._first.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise _captured()
         self._on_gradient, self._together = on_gradient, on_gradient is None and attached
 
     def end_backward(self) -> None:
@@ -523,14 +527,18 @@ class GradHooks:
         self._nodes.clear()  # they keep the parameters alive
 
 
+def _captured() -> JobError:
+    return JobError(
+        "a backward was captured in a CUDA graph, whose replays run no hook: its gradients "
+        "would not count. Run the backward outside of the capture; torch.compile and "
+        "torch.cuda.make_graphed_callables() can be used"
+    )
+
+
 def _move_first(parameter: Tensor, view: Tensor, as_gradient: Tensor) -> None:
     """Move a parameter's first gradient in a window into its view, with one write there."""
     if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise JobError(
-            "a backward was captured in a CUDA graph, whose replays run no hook: its gradients "
-            "would not count. Run the backward outside of the capture; torch.compile and "
-            "torch.cuda.make_graphed_callables() can be used"
-        )
+        raise _captured()
     found = parameter.grad
     # One that carries a graph is refused by the next `check`.
     if found is None or found is as_gradient or found.requires_grad:

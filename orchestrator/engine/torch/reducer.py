@@ -128,10 +128,9 @@ class FastReduction:
             rank, or with one bucket, which waits for the trailer.
         """
         del leaf
+        self.buffers.check()  # who wrote since the last backward reads of it here
         if not (last and self._early_buckets):
-            self.buffers.check_attached()
             return None
-        self.buffers.check()  # before the boundary does: a bucket that left cannot be taken back
         self._arrived.clear()
         return self._send_completed
 
@@ -152,7 +151,7 @@ class FastReduction:
             self._send_next()
 
     def after_backward(self) -> None:
-        """Do nothing: the boundary checks what the backward wrote, and sends what is left."""
+        """Do nothing: the next backward, or the boundary, checks what this one wrote."""
 
     def reduce(self, trailer: Trailer) -> tuple[Trailer, GradientNorm]:
         """Send the rest, and wait for all sums. Collective.

@@ -341,7 +341,11 @@ def test_all_devices_are_seeded_whichever_is_the_current_one(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     fake = SimpleNamespace(manual_seed_all=seeds.append)
     monkeypatch.setattr(torch, "get_device_module", lambda: fake)
-    model.seed_torch(7)
+    model._seed_devices.cache_clear()  # asked once a process
+    try:
+        model.seed_torch(7)
+    finally:
+        model._seed_devices.cache_clear()
     assert seeds == [7]
 
 
