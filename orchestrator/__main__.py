@@ -450,8 +450,9 @@ def compare(
     """
     del verbose
     from orchestrator.cli.inputs import code_differences
-    from orchestrator.report.compare import differing, print_comparison
+    from orchestrator.report.compare import print_comparison
     from orchestrator.report.compare_runs import print_run_comparison
+    from orchestrator.report.environments import differing
     from orchestrator.runs import compare as compare_runs
 
     compared = compare_runs(a, b)

@@ -31,3 +31,16 @@ def test_a_plan_is_made_without_the_agent(tmp_path):
     modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "orchestrator.clusters.local.environment" in modules
     assert not [name for name in modules if name.startswith("orchestrator.agent.")]
+
+
+def test_ranks_need_neither_hydra_nor_the_tables_of_the_terminal():
+    """Each node would import them before its ranks begin."""
+    modules = "orchestrator.agent.local_nodes, orchestrator.trainer.main"
+    code = f"import sys, {modules}, orchestrator.engine.torch.framework; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    imported = {*done.stdout.split()}
+    assert "orchestrator.trainer.setup" in imported
+    unwanted = ("hydra", "rich", "orchestrator.report.terminal", "orchestrator.config.composer")
+    assert imported.isdisjoint(unwanted)

@@ -8,7 +8,6 @@ import traceback
 from collections import Counter
 from collections.abc import Generator
 
-from hydra.errors import ConfigCompositionException
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
@@ -236,6 +235,8 @@ def _in_file(error: BaseException) -> str | None:
 
     Hydra raises it while it handles OmegaConf's own error, and states the file in its text alone.
     """
+    from hydra.errors import ConfigCompositionException  # workers read configurations without Hydra
+
     cause, match = error.__context__, re.match(r"In '([^']+)': ", str(error))
     if not (match and isinstance(error, ConfigCompositionException)):
         return None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from orchestrator.config.program import is_program
 from orchestrator.config.schema import Config, gpu_count
@@ -169,3 +170,12 @@ def _warm_up(length: Length, rates: Rates) -> Iterator[str]:
             f"schedule.warmup_updates={rates.schedule.warmup_updates} is more than the "
             f"{length.updates} updates of the run: the learning rate never reaches its peak"
         )
+
+
+def balance_text(plan: Mapping[str, Any]) -> str:
+    """Describe what forming and dealing work by length gains in a plan's first updates."""
+    return (
+        f"padded to real tokens {plan['padded_to_real']:.2f}, busiest rank to the mean "
+        f"{plan['busiest_to_mean']:.2f}; dealt by number, as they come, the busiest would have "
+        f"{plan['even_to_busiest']:.2f} times as much"
+    )

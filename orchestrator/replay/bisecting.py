@@ -16,8 +16,8 @@ from orchestrator.errors import OrchestratorError, UsageError
 from orchestrator.replay.agreement import LeafDifference, agreement, first_leaf_difference
 from orchestrator.replay.recorded import RecordedRun
 from orchestrator.replay.scratch import Replay, Request, scratch
-from orchestrator.report.compare import differing
 from orchestrator.report.compare_runs import differing_settings
+from orchestrator.report.environments import differing
 from orchestrator.rundir.checkpoints import updates_after
 from orchestrator.rundir.files import open_nofollow
 from orchestrator.rundir.folder import RunDir

@@ -16,7 +16,7 @@ from orchestrator.replay.agreement import (
 )
 from orchestrator.replay.recorded import RecordedRun
 from orchestrator.replay.scratch import Line, Replay, Request, Scratch
-from orchestrator.report.compare import differing
+from orchestrator.report.environments import differing
 from orchestrator.rundir.checkpoints import folder_of, updates_after
 
 

@@ -14,6 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.panel import Panel
 
+from orchestrator.plan.plan_warnings import balance_text
 from orchestrator.report.status_tables import STATE_STYLES
 from orchestrator.report.terminal import command, literal, print_facts, say
 from orchestrator.rundir.folder import RunDir
@@ -172,15 +173,6 @@ def _balance(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     if plan.get("padded_to_real") is None:
         return []
     return [("work by length", balance_text(plan))]
-
-
-def balance_text(plan: Mapping[str, Any]) -> str:
-    """Describe what forming and dealing work by length gains in a plan's first updates."""
-    return (
-        f"padded to real tokens {plan['padded_to_real']:.2f}, busiest rank to the mean "
-        f"{plan['busiest_to_mean']:.2f}; dealt by number, as they come, the busiest would have "
-        f"{plan['even_to_busiest']:.2f} times as much"
-    )
 
 
 def _learning_rate(plan: Mapping[str, Any]) -> str:

@@ -47,10 +47,10 @@ from orchestrator.job import (
 from orchestrator.plan.order import Shards
 from orchestrator.plan.parts import JobFacts, branch_in
 from orchestrator.plan.plan import Plan
+from orchestrator.plan.plan_warnings import balance_text
 from orchestrator.plan.recorded_speeds import SpeedChanges, kept_speeds
 from orchestrator.plugins import FRAMEWORKS
-from orchestrator.report.compare import warnings_of
-from orchestrator.report.run_tables import balance_text
+from orchestrator.report.environments import warnings_of
 from orchestrator.rundir import checkpoints as checkpoint
 from orchestrator.rundir.checkpoints import split_reference
 from orchestrator.rundir.files import write_json

@@ -1,0 +1,39 @@
+"""Differences between what two attempts or runs were computed with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def differing(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return what differs, by name, as "this against that"; nothing if one of them is unknown.
+
+    >>> differing({"framework": {"torch": "2.13.0"}}, {"framework": {"torch": "2.12.0"}})
+    {'torch': '2.13.0 against 2.12.0'}
+    """
+    if a is None or b is None:
+        return {}
+    left, right = _decisive(a), _decisive(b)
+    return {
+        name: f"{left.get(name, 'none')} against {right.get(name, 'none')}"
+        for name in sorted(left.keys() | right.keys())
+        if left.get(name) != right.get(name)
+    }
+
+
+def warnings_of(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> list[str]:
+    """Return a sentence if a run continues in another environment than before."""
+    found = differing(now, before)
+    if not found:
+        return []
+    what = ", ".join(f"{name} {values}" for name, values in found.items())
+    sentence = (
+        f"this attempt is computed with something else than the one before it: {what}. From here "
+        "on the weights may differ in bits from those of an undisturbed run"
+    )
+    return [sentence]
+
+
+def _decisive(environment: Mapping[str, Any]) -> dict[str, Any]:
+    return {"processor": environment.get("processor"), **environment.get("framework", {})}
