@@ -68,10 +68,8 @@ _VECTOR_INSTRUCTIONS = (
 
 @functools.cache
 def processor() -> str:
-    """Return the processor's maker and vector instructions, by which libraries choose kernels.
-
-    >>> processor()  # doctest: +SKIP
-    'GenuineIntel avx2 fma avx512f'
+    """Return the processor's maker and vector instructions, by which libraries choose kernels:
+    "GenuineIntel avx2 fma avx512f", say.
     """
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
