@@ -24,10 +24,10 @@ def differing(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> dict[
 
 def warnings_of(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> list[str]:
     """Return a sentence if a run continues in another environment than before."""
-    found = differing(now, before)
-    if not found:
+    changes = differing(now, before)
+    if not changes:
         return []
-    what = ", ".join(f"{name} {values}" for name, values in found.items())
+    what = ", ".join(f"{name} {values}" for name, values in changes.items())
     sentence = (
         f"this attempt is computed with something else than the one before it: {what}. From here "
         "on the weights may differ in bits from those of an undisturbed run"

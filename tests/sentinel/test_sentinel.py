@@ -2,8 +2,6 @@
 
 import itertools
 import json
-import shutil
-import subprocess
 
 import pytest
 
@@ -16,7 +14,7 @@ from orchestrator.sentinel.judgement import (
     shift_of,
     wrong_ranks,
 )
-from tests.helpers import LIGHT, ROOT, call, records, result, verb
+from tests.helpers import call, records, result, verb
 
 COMMON = (
     "train.evaluate_every=0",
@@ -225,33 +223,3 @@ def test_a_job_that_cannot_be_computed_twice_is_refused_at_the_start(tmp_path, j
     run = tmp_path / "run"
     assert sentence in told(train(run, job, 2, f"{EVERY}=200", code=1))
     assert not records(run)
-
-
-def test_without_the_add_on_the_key_is_refused_and_nothing_else_is_missing(tmp_path):
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "orchestrator", "conf"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    for name in filter(None, listed.split("\0")):
-        if not name.startswith("orchestrator/sentinel/") and (ROOT / name).exists():
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, tmp_path / name, follow_symlinks=False)
-    importing = subprocess.run(
-        ["grep", "-rlE", r"^\s*(from|import) orchestrator\.sentinel", "orchestrator"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert importing.stdout == ""
-    shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("sentinel"))
-    where = {"cwd": tmp_path, "PYTHONPATH": f"{tmp_path}:{ROOT / 'tests/third_party/framework'}"}
-    words = (LIGHT, *COMMON, "cluster.ranks_per_node=2")
-    plain = [word for word in words if "reproducible" not in word]
-    call(*plain, f"run.dir={tmp_path / 'run'}", code=0, **where)
-    words = ("job._target_=tests.tiny_job.Tiny", *words[1:], f"run.dir={tmp_path / 'refused'}")
-    refused = told(call(*words, f"{EVERY}=2", **where))
-    assert "is not part of this installation: orchestrator/sentinel/ is missing" in refused

@@ -187,7 +187,7 @@ class ReproducibleReduction:
         For between micro-steps. Takes one more set of buffers if none is free.
         """
         # The latest leaf's may be free already, but the boundary still checks them.
-        spare = next((one for one in self._free if one is not self.buffers), None)
+        spare = next((free for free in self._free if free is not self.buffers), None)
         if spare is None:
             self.buffers_made += 1
             spare = self.buffers.clone_layout()
