@@ -22,8 +22,8 @@ from typing import Any
 from benchmarks.chaos_faults import FAULTS
 from benchmarks.chaos_run import EVERY, MOMENTS, Disturbed, Draw, Outcome, spec_of
 from benchmarks.measure import Spread, keep, machine
-from orchestrator.health.rehearse import run_undisturbed
-from orchestrator.health.rehearsed_run import SimulatedRun
+from orchestrator.rehearse.rehearsal import run_undisturbed
+from orchestrator.rehearse.rehearsed_run import SimulatedRun
 from slurm.dev_cluster import DevCluster
 from slurm.testing import dev_cluster
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import psutil
 
-from orchestrator.cli.status import cancel
-from orchestrator.health.rehearsed_run import SlurmRun
+from orchestrator.rehearse.rehearsed_run import SlurmRun
+from orchestrator.runs.status import cancel
 from slurm import breaking
 from slurm.dev_cluster import DevCluster
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from benchmarks.chaos_faults import FAULTS, Fault, Scene
 from benchmarks.measure import wait_for
-from orchestrator.cli.status import statuses
 from orchestrator.config.composer import compose
 from orchestrator.errors import ClusterError, RunFailed
-from orchestrator.health.rehearse import compare, until
-from orchestrator.health.rehearsed_run import RehearsalSpec, RehearsedRun, SlurmRun
+from orchestrator.rehearse.rehearsal import compare, until
+from orchestrator.rehearse.rehearsed_run import RehearsalSpec, RehearsedRun, SlurmRun
 from orchestrator.rundir.metrics import updates_of
+from orchestrator.runs.status import statuses
 from slurm.dev_cluster import DevCluster
 from slurm.errors import DevClusterError
 from slurm.jobs import job_processes

@@ -11,6 +11,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from orchestrator.api import (
+        Run,
+        Sweep,
+        compare,
+        list_runs,
+        open_run,
+        open_sweep,
+        plan_run,
+        plan_sweep,
+        start,
+        start_sweep,
+    )
     from orchestrator.client.run import current_run
     from orchestrator.data import ShardedDataset
     from orchestrator.engine.torch import (
@@ -37,18 +49,6 @@ if TYPE_CHECKING:
     from orchestrator.health.doctor import check_machine
     from orchestrator.job import Job, Loss
     from orchestrator.plan.order import Shards
-    from orchestrator.runs import (
-        Run,
-        Sweep,
-        compare,
-        list_runs,
-        open_run,
-        open_sweep,
-        plan_run,
-        plan_sweep,
-        start,
-        start_sweep,
-    )
     from orchestrator.testing.threads import run_in_threads
 
 __version__ = "0.1.0"
@@ -104,16 +104,16 @@ _HOMES = {
     "Shards": "plan.order",
     "ShardedDataset": "data",
     "run_in_threads": "testing.threads",
-    "Run": "runs",
-    "Sweep": "runs",
-    "list_runs": "runs",
-    "open_run": "runs",
-    "open_sweep": "runs",
-    "start": "runs",
-    "start_sweep": "runs",
-    "plan_run": "runs",
-    "plan_sweep": "runs",
-    "compare": "runs",
+    "Run": "api",
+    "Sweep": "api",
+    "list_runs": "api",
+    "open_run": "api",
+    "open_sweep": "api",
+    "start": "api",
+    "start_sweep": "api",
+    "plan_run": "api",
+    "plan_sweep": "api",
+    "compare": "api",
     "check_machine": "health.doctor",
 }
 

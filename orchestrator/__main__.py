@@ -49,13 +49,13 @@ Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Only errors.")]
 
 
 def _overrides(incomplete: str) -> list[str]:
-    from orchestrator.cli.completion import complete_override, typed_words
+    from orchestrator.commands.completion import complete_override, typed_words
 
     return complete_override(typed_words(os.environ), incomplete)
 
 
 def _runs(incomplete: str) -> list[str]:
-    from orchestrator.cli.completion import complete_run
+    from orchestrator.commands.completion import complete_run
 
     return complete_run(incomplete)
 
@@ -233,9 +233,9 @@ def resume(
     What is given after the run may change where and for how long it trains, never the samples or
     rates of an update; what changes rounding is warned of.
     """
-    from orchestrator.cli.follow import OutputOptions, start_run
-    from orchestrator.cli.start import prepared_resume
     from orchestrator.rundir.status import find_runs
+    from orchestrator.runs.follow import OutputOptions, start_run
+    from orchestrator.runs.start import prepared_resume
 
     output = OutputOptions(console=Console(), verbose=verbose, quiet=quiet)
     folder = run.absolute()
@@ -258,7 +258,7 @@ def new(
 ) -> None:
     """Write a small project of your own: a job, its configuration, a test."""
     del verbose
-    from orchestrator.cli.new import write_project
+    from orchestrator.commands.new import write_project
 
     made = write_project(folder)
     say(Console(), f"{made} is written; its README.md says what to type", prose=True)
@@ -284,9 +284,9 @@ def status(
 ) -> None:
     """Print the states of runs: waiting, running or ended, on any cluster."""
     del verbose
-    from orchestrator.cli.status import columns_of, expand, sorted_by, statuses
     from orchestrator.report import status_tables as tables
     from orchestrator.rundir.status import find_runs
+    from orchestrator.runs.status import columns_of, expand, sorted_by, statuses
 
     paths = [path.absolute() for path in runs or []]
     search, damage = None, list[str]()
@@ -333,9 +333,9 @@ def attach(
     quiet: Quiet = False,
 ) -> None:
     """Show a run's live line again, to its end; Ctrl-C leaves the run alone."""
-    from orchestrator.cli.follow import OutputOptions, follow, handle_of, interrupts
+    from orchestrator.api import EXIT_OF_STATE, Sweep
     from orchestrator.rundir.metrics import RECENT_BYTES
-    from orchestrator.runs import EXIT_OF_STATE, Sweep
+    from orchestrator.runs.follow import OutputOptions, follow, handle_of, interrupts
     from orchestrator.sweep.sweep import is_sweep
 
     if is_sweep(RunDir(run.absolute())):
@@ -364,9 +364,9 @@ def wait(
     Exit code 0 if all have finished, 1 if one failed, 3 if one was stopped.
     """
     del verbose
-    from orchestrator.cli.status import expand
+    from orchestrator.api import Run, wait_for
     from orchestrator.report import status_tables as tables
-    from orchestrator.runs import Run, wait_for
+    from orchestrator.runs.status import expand
 
     waited_for = [Run(found.path) for found in expand([path.absolute() for path in runs])]
     code = EXIT_TIMED_OUT
@@ -394,7 +394,7 @@ def logs(
 ) -> None:
     """Print a rank's log."""
     del verbose
-    from orchestrator.cli.status import pointer_to_culprit, read_log
+    from orchestrator.runs.status import pointer_to_culprit, read_log
 
     folder = RunDir(run.absolute()).existing()
     for text in read_log(folder, rank, lines, follow=follow):
@@ -417,8 +417,8 @@ def cancel(
     checkpoint; a program by its signal.
     """
     del verbose
+    from orchestrator.api import Run, Sweep
     from orchestrator.rundir.status import find_runs
-    from orchestrator.runs import Run, Sweep
 
     folder = run.absolute()
     if find_runs(folder) == [folder]:
@@ -449,11 +449,11 @@ def compare(
     settings and losses differ.
     """
     del verbose
-    from orchestrator.cli.inputs import code_differences
+    from orchestrator.api import compare as compare_runs
     from orchestrator.report.compare import print_comparison
     from orchestrator.report.compare_runs import print_run_comparison
     from orchestrator.report.environments import differing
-    from orchestrator.runs import compare as compare_runs
+    from orchestrator.runs.inputs import code_differences
 
     compared = compare_runs(a, b)
     if as_json:
@@ -500,7 +500,7 @@ def export(
 ) -> None:
     """Write a run's newest or best checkpoint for other programs."""
     del verbose
-    from orchestrator.runs import open_run
+    from orchestrator.api import open_run
 
     if safetensors + torch + dcp > 1:
         raise UsageError("--safetensors, --torch and --dcp exclude one another")
@@ -524,7 +524,7 @@ def report(
 ) -> None:
     """Write a page about a run or a sweep: curves, time, memory, what differs, how to repeat it."""
     del verbose
-    from orchestrator.report.page import write_report
+    from orchestrator.report_page.page import write_report
 
     first, *others = (run.absolute() for run in runs)
     if (page := write_report(first, form, output, others)) is not None:
@@ -554,8 +554,8 @@ def doctor(
 
     Exit code 1 where something is bad.
     """
-    from orchestrator.cli.follow import OutputOptions
     from orchestrator.health.doctor import check_machine
+    from orchestrator.runs.follow import OutputOptions
 
     trial = None
     if run:
@@ -597,8 +597,8 @@ def rehearse(
     """
     del verbose
     from orchestrator.config.command_line import CommandLine
-    from orchestrator.health.rehearse import plan_rehearsal, print_rehearsal
-    from orchestrator.health.rehearse import rehearse as play
+    from orchestrator.rehearse.rehearsal import plan_rehearsal, print_rehearsal
+    from orchestrator.rehearse.rehearsal import rehearse as play
 
     given, console = tuple(overrides or ()), Console(stderr=as_json)
     line = CommandLine(overrides=given, config_dir=config_dir, config_name=config_name)
@@ -656,9 +656,9 @@ def audit(
 
     Exit code 0 if it is right, if slowly so; 1 if something is wrong; 4 if it cannot be judged.
     """
-    from orchestrator.cli import audit as auditing
-    from orchestrator.cli.follow import OutputOptions
+    from orchestrator.audit import command as auditing
     from orchestrator.config.command_line import check_overrides
+    from orchestrator.runs.follow import OutputOptions
 
     check_overrides(overrides or (), verb="audit", options=_options_of(context))
     console = Console()

@@ -32,9 +32,9 @@ def run_app(arguments: Sequence[str]) -> int:
     """Run the command line, and return the exit code. Raise the errors of this package."""
     from rich.console import Console
 
-    from orchestrator.cli.follow import OutputOptions, start_run
     from orchestrator.config.command_line import read_command_line
     from orchestrator.config.composer import Composer, print_help
+    from orchestrator.runs.follow import OutputOptions, start_run
 
     line = read_command_line(arguments)
     output = OutputOptions(console=Console(), verbose=line.verbose, quiet=line.quiet)
@@ -61,7 +61,7 @@ def run_app(arguments: Sequence[str]) -> int:
     if line.changed or "sweep.force=true" in found.overrides:
         flag = "--changed" if line.changed else "--force"
         raise ConfigError(f"{flag} is for sweeps, so it needs -m; a new run has no old results")
-    from orchestrator.cli.start import prepared_run
+    from orchestrator.runs.start import prepared_run
 
     with prepared_run(config, output, overrides=found.overrides, flags=found.flags) as ready:
         return start_run(ready)

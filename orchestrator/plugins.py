@@ -1,5 +1,5 @@
-"""Plug-ins that are chosen by name: clusters, transports, frameworks, trackers, callbacks and
-commands.
+"""Plug-ins that are chosen by name: clusters, transports, frameworks, trackers, searches, callbacks
+and commands.
 
 Built-in ones are in a table as "module:Class", so that only the chosen one is imported; one whose
 module is missing (an add-on that was taken away) is left out. A third party's is an entry point of
@@ -97,13 +97,13 @@ class PluginKind:
         if where is not None:
             if sentence := self._missing(name):
                 raise ConfigError(sentence)
-            return _imported(where), None
+            return imported(where), None
         if sentence := self.refusal(name):
             raise ConfigError(sentence)
         entry = next(entry for entry in _entry_points(self.group) if entry.name == name)
         source = f"{self.key}={name}: {entry.value} of {_package(entry)}"
         try:
-            return _imported(entry.value), source
+            return imported(entry.value), source
         except (Exception, SystemExit) as error:
             raise ConfigError(f"{source} cannot be imported: {_describe(error)}") from error
 
@@ -148,6 +148,10 @@ class PluginKind:
             ) from error
 
 
+OBSERVER = "TRAINING_OBSERVER"
+"""A variable of the environment: "module:name" of a function of the rank that returns a context
+manager, which every rank of a job class enters before it imports the job. A program gets no
+variable that begins with ORCHESTRATOR_, so this does not."""
 CLUSTERS = PluginKind(
     key="cluster.kind",
     group="orchestrator.clusters",
@@ -185,6 +189,12 @@ TRACKERS = PluginKind(
 )
 
 
+SEARCHES = PluginKind(
+    key="sweep.search",
+    group="orchestrator.searches",
+    ours=dict.fromkeys(("tpe", "random", "grid"), "orchestrator.search.method:OptunaSearch"),
+    besides=("none",),
+)
 CALLBACKS = PluginKind(
     key="run.callbacks",
     group="orchestrator.callbacks",
@@ -220,7 +230,8 @@ def _is_there(where: str) -> bool:
     return path.with_suffix(".py").exists()
 
 
-def _imported(where: str) -> Any:
+def imported(where: str) -> Any:
+    """Import what "module:name" names."""
     module, _, name = where.partition(":")
     return getattr(importlib.import_module(module), name)
 

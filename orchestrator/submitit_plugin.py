@@ -124,8 +124,8 @@ class Watcher(InfoWatcher):
         self.runs: dict[str, Path] = {}
 
     def update(self) -> None:
-        from orchestrator.cli.status import statuses
         from orchestrator.rundir.folder import RunDir
+        from orchestrator.runs.status import statuses
 
         unfinished = {job: self.runs[job] for job in self._registered - self._finished}
         # Asked first: a job that ends meanwhile has its last state when that is read.
@@ -197,9 +197,9 @@ class OrchestratorJob(Job[Any]):
         Args:
             check: raise where there is nothing to end.
         """
-        from orchestrator.cli.status import cancel
         from orchestrator.errors import OrchestratorError
         from orchestrator.rundir.folder import RunDir
+        from orchestrator.runs.status import cancel
 
         while True:
             may_begin = _is_followed(self.job_id)
@@ -536,10 +536,10 @@ def follow(folder: Path, limit_s: float, ahead_s: float, arguments: Sequence[str
     """
     from rich.console import Console
 
-    from orchestrator.cli.follow import OutputOptions, start_run
-    from orchestrator.cli.start import prepared_resume
     from orchestrator.errors import EXIT_STOPPED
     from orchestrator.launch import main as launch
+    from orchestrator.runs.follow import OutputOptions, start_run
+    from orchestrator.runs.start import prepared_resume
 
     job_id, preempted = str(os.getpid()), False
     paths = JobPaths(folder, job_id=job_id, task_id=0)
@@ -572,11 +572,11 @@ def follow(folder: Path, limit_s: float, ahead_s: float, arguments: Sequence[str
 
 def queue(folder: Path, runs: Sequence[Path], arguments: Sequence[str]) -> int:
     """Submit runs to SLURM; if one is refused, cancel those before it."""
-    from orchestrator.cli.status import cancel
     from orchestrator.errors import OrchestratorError
     from orchestrator.launch import main as launch
     from orchestrator.report.terminal import print_error
     from orchestrator.rundir.folder import RunDir
+    from orchestrator.runs.status import cancel
 
     for number, run in enumerate(runs):
         line = ["-q", *arguments, *_of_run(run), "--", "-m", MODULE, "call", str(folder)]

@@ -23,13 +23,13 @@ LONG = tuple(
         "end_to_end/test_printed_commands",
         "audit/test_command",
         "end_to_end/test_last_words",
-        "health/test_rehearse",
+        "rehearse/test_rehearse",
         "engine/mindspore/test_engine",
         "docs/test_examples",
         "sentinel/test_sentinel",
         "replay/test_replay",
         "agent/test_local_nodes",
-        "cli/test_new",
+        "commands/test_new",
         "third_party/test_cluster_suite",
         "end_to_end/test_growth",
         "end_to_end/test_submitit",
@@ -42,15 +42,21 @@ LONG = tuple(
         "end_to_end/test_runs",
         "end_to_end/test_restarts",
         "sweep/local/test_queue",
-        "sweep/search/test_whole",
+        "search/test_whole",
         "third_party/test_suites",
     )
 )
 """The files that take longest, the longest first."""
 
 _CALM = (
-    *(f"tests/{name}" for name in ("audit", "benchmarks", "cli", "config", "docs", "health")),
-    *(f"tests/{name}" for name in ("jobs", "laws", "plan", "report", "rundir")),
+    *(
+        f"tests/{name}"
+        for name in ("audit", "benchmarks", "commands", "config", "docs", "health", "runs")
+    ),
+    *(
+        f"tests/{name}"
+        for name in ("jobs", "laws", "plan", "rehearse", "report", "report_page", "rundir")
+    ),
     *(f"tests/{name}" for name in ("snapshot", "third_party", "engine/torch")),
     "tests/engine/test_common.py",
     *(f"tests/engine/mindspore/test_{name}.py" for name in ("engine", "groups")),

@@ -37,12 +37,12 @@ COMMANDS = ("orchestrator.launch", "orchestrator.__main__")
 TORCH = ("torch.distributed", "torch.distributed.pipelining", "orchestrator.engine.torch.framework")
 OURS = (
     "config.composer",
-    "cli.start",
+    "runs.start",
     "clusters.local.handle",
     "clusters.slurm.cluster",
     "report.compare",
-    "cli.status",
-    "cli.resume",
+    "runs.status",
+    "runs.resume",
 )
 NAMES = (*COMMANDS, *(f"orchestrator.{name}" for name in OURS))
 IMPORTED = {"commands": NAMES, "runs": (*NAMES, *TORCH, "orchestrator.trainer.main")}

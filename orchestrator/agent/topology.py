@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from itertools import chain
 
 from orchestrator.errors import UsageError
-from orchestrator.slurm_client import own_job_id
 
 BASE_ATTEMPT_VARIABLE = "ORCHESTRATOR_BASE_ATTEMPT"
 BATCH_PID_VARIABLE = "ORCHESTRATOR_BATCH_PID"  # the process of the batch script
@@ -25,6 +24,20 @@ OUTER_PATH_VARIABLE = "ORCHESTRATOR_OUTER_PYTHONPATH"
 """PYTHONPATH as it was before these came first; for programs."""
 OUTER_UMASK_VARIABLE = "ORCHESTRATOR_OUTER_UMASK"
 """The person's umask, in octal: what a program writes is as private as they have it."""
+
+
+def own_job_id(env: Mapping[str, str]) -> str:
+    """Return this job's id from SLURM's environment; "0" outside a job.
+
+    An element of an array is named by its array: the number in SLURM_JOB_ID is its own in most
+    elements, but in one of them that of the whole array, which would be requeued or ended with it.
+
+    >>> own_job_id({"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"})
+    '7_3'
+    """
+    if "SLURM_ARRAY_JOB_ID" in env:
+        return f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
+    return env.get("SLURM_JOB_ID", "0")
 
 
 def attempt_of(env: Mapping[str, str]) -> int:

@@ -21,7 +21,7 @@ import runpy
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -882,6 +882,19 @@ def start(rank: int) -> Observer:
     observer = Observer(Path(os.environ[FOLDER]), int(updates) if updates else None, rank)
     install(observer)
     return observer
+
+
+@contextlib.contextmanager
+def observe_job(rank: int) -> Generator[None]:
+    """Observe the training below, in a rank of a job class."""
+    observer = start(rank)
+    observer.ends_process = False
+    why = "the job failed"
+    try:
+        yield
+        why = "the job ended"
+    finally:
+        observer.finish(why)
 
 
 def _replace_own_ranks(observer: Observer) -> None:

@@ -26,11 +26,19 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import is_locked, signal_holder
 from orchestrator.rundir.outcome import Culprit, State, describe_stop
 from orchestrator.rundir.status import ENDED_STATES, RunStatus, has_begun, status_or_damage
-from orchestrator.slurm_client import clean_environment
 
 __all__ = ["POLL_S", "Admission", "Cluster", "Culprit", "Handle", "Request", "Share", "State"]
 
 POLL_S = 0.1  # interval at which followers of a run poll
+
+
+FOREIGN_PREFIXES = ("SLURM_", "SBATCH_", "SRUN_", "SUBMITIT_")
+FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without variables of another scheduler or launcher."""
+    return {k: v for k, v in env.items() if not k.startswith(FOREIGN_PREFIXES) and k not in FOREIGN}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

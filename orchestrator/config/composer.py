@@ -195,7 +195,7 @@ class Composer:
     def __init__(self, line: CommandLine) -> None:
         self.line = line
         self.params: list[str] = []  # the sweeps in the configuration itself
-        self.searches = False  # whether trials are drawn by the results of earlier ones
+        self.search = "none"
         self.run_dir: str | None = None  # as stated for all points of a sweep, with interpolations
         self.loader = Loader(line.config_dir)
         self._shared: dict[tuple[str | None, ...], DictConfig] = {}  # see `point`
@@ -235,10 +235,10 @@ class Composer:
                 )
             if composition.hydra.sweeper.get("_target_") != BASIC_SWEEPER:
                 raise ConfigError("another hydra/sweeper is not available; try sweep.search=tpe")
-            self.searches = OmegaConf.select(composition, "sweep.search") not in (None, "none")
+            self.search = str(OmegaConf.select(composition, "sweep.search") or "none")
             run_section: Any = OmegaConf.to_container(composition.run, resolve=False)
             self.run_dir = run_section["dir"]
-            if self.searches and not sweeps and not self.line.cfg:
+            if self.search != "none" and not sweeps and not self.line.cfg:
                 raise ConfigError("sweep.search chooses the points of a sweep, so it needs -m")
             params = composition.hydra.sweeper.get("params") or {}
             self.params = [to_hydra(f"{key}={value}") for key, value in params.items()]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from orchestrator.errors import ConfigError, did_you_mean, shortened
-from orchestrator.plugins import CLUSTERS, TRACKERS, TRANSPORTS, PluginKind
+from orchestrator.plugins import CLUSTERS, SEARCHES, TRACKERS, TRANSPORTS, PluginKind
 
 LARGEST_INT = 2**63 - 1  # what the files, the random numbers' seeds and the frameworks can hold
 LONGEST_S = 10 * 365 * 24 * 3600.0
@@ -296,7 +296,7 @@ class SweepConfig:
     parallel: Any = "auto"
     force: bool = False
     objective: str = "auto"
-    search: str = choice("none", "tpe", "random", "grid")
+    search: str = registered(SEARCHES, "none")
     trials: int | None = number(None, least=1, most=10_000)
     seed: int = number(0, least=0)
     direction: str = choice("auto", "minimize", "maximize")

@@ -1,1 +1,1 @@
-"""Checks of machines (`doctor`) and of fault tolerance (`rehearse`)."""
+"""Checks of machines and clusters (`doctor`)."""

@@ -27,8 +27,7 @@ from orchestrator.agent.topology import (
     is_loopback,
     own_address,
 )
-from orchestrator.cli.follow import OutputOptions, start_run
-from orchestrator.cli.start import prepared_run, stated_folder
+from orchestrator.clusters.slurm.client import DEVELOPMENT_CLUSTER, NoClient, SlurmClient
 from orchestrator.config.command_line import program_overrides
 from orchestrator.config.composer import compose
 from orchestrator.errors import ClusterError, UsageError
@@ -37,7 +36,8 @@ from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import read_metrics
 from orchestrator.rundir.outcome import describe_end
-from orchestrator.slurm_client import DEVELOPMENT_CLUSTER, NoClient, SlurmClient
+from orchestrator.runs.follow import OutputOptions, start_run
+from orchestrator.runs.start import prepared_run, stated_folder
 from orchestrator.units import format_bytes, format_seconds, plural
 
 GOOD, NOTE, BAD = "good", "note", "bad"

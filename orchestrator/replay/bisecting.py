@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from orchestrator.cli.inputs import code_differences
 from orchestrator.errors import OrchestratorError, UsageError
 from orchestrator.replay.agreement import LeafDifference, agreement, first_leaf_difference
 from orchestrator.replay.recorded import RecordedRun
@@ -22,6 +21,7 @@ from orchestrator.rundir.checkpoints import updates_after
 from orchestrator.rundir.files import open_nofollow
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import History, Kind, Record
+from orchestrator.runs.inputs import code_differences
 
 COMPARED = ("gradient_digest", "loss", "gradient_norm", "learning_rate", "samples", "weight")
 _LINE = re.compile(

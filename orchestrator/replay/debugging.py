@@ -10,9 +10,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from orchestrator.api import Run
 from orchestrator.errors import RunFailed, UsageError
 from orchestrator.replay.scratch import Request, Scratch, stop_on_signals
-from orchestrator.runs import Run
 
 POLL_S = 0.2
 BYTES = 65_536

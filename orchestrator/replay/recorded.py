@@ -10,8 +10,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from orchestrator.cli.inputs import INPUTS, differences, other_versions
-from orchestrator.cli.resume import check_own, submission_directory
 from orchestrator.config.job_source import check_target
 from orchestrator.config.program import is_program
 from orchestrator.config.reading import read_config
@@ -24,6 +22,8 @@ from orchestrator.plan.window import planner_of
 from orchestrator.rundir.checkpoints import Checkpoint, list_checkpoints, load, updates_after
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import History, Record, read_metrics
+from orchestrator.runs.inputs import INPUTS, differences, other_versions
+from orchestrator.runs.resume import check_own, submission_directory
 
 SPIKE_UPDATES = 32
 """Updates before a jump, whose losses say what is usual."""

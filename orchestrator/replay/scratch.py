@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from orchestrator.cli.inputs import INPUTS
+from orchestrator.api import Run, open_run
 from orchestrator.config.command_line import key_of, overrides_of
 from orchestrator.config.schema import Config
 from orchestrator.errors import EXIT_USAGE, OrchestratorError, RunFailed, UsageError
@@ -29,7 +29,7 @@ from orchestrator.replay.recorded import RecordedRun
 from orchestrator.rundir.files import make_private, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import History, read_metrics
-from orchestrator.runs import Run, open_run
+from orchestrator.runs.inputs import INPUTS
 from orchestrator.snapshot import CODE_VARIABLE, PACKAGE, RECORD
 
 POLL_S = 0.1

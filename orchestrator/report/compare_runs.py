@@ -11,7 +11,7 @@ from rich.console import Console
 
 from orchestrator.config.changes import flat
 from orchestrator.report.compare import Comparison
-from orchestrator.report.page_data import shown
+from orchestrator.report.secrets import shown
 from orchestrator.report.terminal import say
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import read_metrics

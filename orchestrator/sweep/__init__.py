@@ -1,1 +1,1 @@
-"""Sweeps and searches: points, tasks and where they run."""
+"""Sweeps: points, tasks and where they run."""

@@ -19,17 +19,17 @@ from rich.console import Console
 
 from orchestrator.agent.local_nodes import import_ahead
 from orchestrator.agent.processes import fork, name_process
-from orchestrator.cli.follow import OutputOptions, interrupts, run_to_end
-from orchestrator.cli.resume import submission_directory
 from orchestrator.clusters.api import Share, cluster_of
-from orchestrator.clusters.machine import Machine, free_memory_bytes
 from orchestrator.config.rules import at_once
 from orchestrator.config.schema import Config
 from orchestrator.errors import EXIT_FAILED, EXIT_FINISHED, OrchestratorError, describe_status
+from orchestrator.machine import Machine, free_memory_bytes
 from orchestrator.report.sweep_tables import describe_outcome, only_varying
 from orchestrator.report.terminal import outlive_reader, say
 from orchestrator.rundir.files import APPENDING, open_nofollow
 from orchestrator.rundir.outcome import describe_stop
+from orchestrator.runs.follow import OutputOptions, interrupts, run_to_end
+from orchestrator.runs.resume import submission_directory
 from orchestrator.sweep.tasks import Action, PointTask, prepared_task
 
 RANK_BYTES = 512 << 20

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from orchestrator.cli.follow import OutputOptions
-from orchestrator.cli.resume import changed_inputs, refuse_changed, resumption, submission_directory
-from orchestrator.cli.start import config_of, prepare
-from orchestrator.cli.status import statuses
 from orchestrator.clusters.api import Culprit, class_for
 from orchestrator.config.composer import Composer
 from orchestrator.config.job_source import read_once
@@ -23,9 +18,9 @@ from orchestrator.errors import (
     EXIT_FINISHED,
     EXIT_INTERRUPTED,
     EXIT_STOPPED,
-    ConfigError,
     RunFolderError,
 )
+from orchestrator.plugins import SEARCHES
 from orchestrator.report.caller import tell_begun
 from orchestrator.report.sweep_tables import (
     accumulation_pairs,
@@ -41,6 +36,16 @@ from orchestrator.report.terminal import command, say
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import is_locked
 from orchestrator.rundir.status import OVER, UNREADABLE, RunStatus, find_runs
+from orchestrator.runs.follow import OutputOptions
+from orchestrator.runs.resume import (
+    changed_inputs,
+    refuse_changed,
+    resumption,
+    submission_directory,
+)
+from orchestrator.runs.start import config_of, prepare
+from orchestrator.runs.status import statuses
+from orchestrator.sweep.api import SearchMethod
 from orchestrator.sweep.points import Point, check_points
 from orchestrator.sweep.tasks import (
     POINT_RECORD,
@@ -59,26 +64,14 @@ if TYPE_CHECKING:
     from orchestrator.sweep.local import PointResult
 
 
-def require_optuna() -> None:
-    """Raise `ConfigError` if optuna is missing."""
-    if importlib.util.find_spec("optuna") is None:
-        raise ConfigError("a search needs optuna, which is not installed; pip install 'optuna>=4'")
-    import optuna
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-
-
 def run_sweep(composer: Composer, output: OutputOptions) -> int:
     """Check all points, run the unfinished ones, and print their table; return the exit code.
 
     Raises:
         ConfigError: what is wrong with any point. Nothing has run then, and nothing was written.
     """
-    if composer.searches:
-        require_optuna()
-        from orchestrator.sweep.search import run_search
-
-        return run_search(composer, output)
+    if composer.search != "none":
+        return SEARCHES.make(composer.search, SearchMethod).run(composer, output)
     points = check_points(composer)
     with contextlib.ExitStack() as until_the_end:
         for folder in {point.folder.parent for point in points}:
@@ -226,10 +219,8 @@ def resume_sweep(
             continue without them, with a warning.
     """
     if RunDir(folder).search.exists():
-        require_optuna()
-        from orchestrator.sweep.search import resume_search
-
-        return resume_search(folder, output, overrides, config_dir)
+        name = str((RunDir(folder).read_search() or {}).get("search"))
+        return SEARCHES.make(name, SearchMethod).resume(folder, output, overrides, config_dir)
     with locked_sweep(folder):
         run_statuses = statuses(runs)[0]
         inputs: dict[str, list[str]] = {}

@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.console import Console
 
-from orchestrator.cli.start import ask_cluster, prepare, with_notes
 from orchestrator.clusters.api import Cluster, Request, class_for, class_of, cluster_of
 from orchestrator.config.command_line import CommandLine
 from orchestrator.config.composer import Composer
@@ -20,6 +19,7 @@ from orchestrator.plugins import CLUSTERS
 from orchestrator.report.run_tables import print_plan, print_plans
 from orchestrator.report.sweep_tables import only_varying
 from orchestrator.report.terminal import literal, new_table, say
+from orchestrator.runs.start import ask_cluster, prepare, with_notes
 from orchestrator.sweep.points import check_points
 from orchestrator.sweep.tasks import Action, PointTask, tasks_of
 from orchestrator.units import plural, short_overrides
@@ -86,7 +86,7 @@ def plan_line(line: CommandLine) -> PlannedRun | PlannedPoints:
         plan = with_notes(prepare(config), config)
         request, answer = ask_cluster(config)
         return PlannedRun(config=config, plan=plan, request=request, answer=answer)
-    if composer.searches:
+    if composer.search != "none":
         raise ConfigError(
             "a search chooses its points by what came of earlier ones, so there is no plan of them"
         )

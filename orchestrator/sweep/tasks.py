@@ -12,10 +12,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from orchestrator.cli.follow import OutputOptions, PreparedRun, interrupts, put_back
-from orchestrator.cli.inputs import INPUTS, differences, inputs_of, other_versions
-from orchestrator.cli.start import prepared_resume, prepared_run, wrap_disk_errors
-from orchestrator.cli.status import statuses
 from orchestrator.clusters.api import class_of
 from orchestrator.config.changes import changes, flat
 from orchestrator.config.job_source import read_once
@@ -27,6 +23,10 @@ from orchestrator.rundir.files import make_folder, names_in, write_json, written
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import locked
 from orchestrator.rundir.status import OVER, RunStatus
+from orchestrator.runs.follow import OutputOptions, PreparedRun, interrupts, put_back
+from orchestrator.runs.inputs import INPUTS, differences, inputs_of, other_versions
+from orchestrator.runs.start import prepared_resume, prepared_run, wrap_disk_errors
+from orchestrator.runs.status import statuses
 from orchestrator.sweep.points import Point, refuse_points
 from orchestrator.units import plural
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from orchestrator.clusters.machine import share_gpu_over_nccl
 from orchestrator.engine.api import GroupSpec
 from orchestrator.engine.torch.rendezvous import form_group
+from orchestrator.machine import share_gpu_over_nccl
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(

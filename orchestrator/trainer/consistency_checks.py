@@ -14,7 +14,6 @@ from collections.abc import Set as AbstractSet
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.clusters.machine import NO_DEVICE
 from orchestrator.config.rules import (
     OFF,
     interrupt_refusals,
@@ -28,6 +27,7 @@ from orchestrator.engine.api import Engine, Group
 from orchestrator.engine.common.replicas import minority_ranks
 from orchestrator.errors import ConfigError, JobError, PlanError, shortened
 from orchestrator.job import has_own_rate
+from orchestrator.machine import NO_DEVICE
 from orchestrator.plan.cost import MICRO_TOKENS, WorkByCost, lengths_of
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.plan_warnings import named_ranks

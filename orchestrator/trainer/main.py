@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 from orchestrator.agent.processes import this_process_alone
-from orchestrator.audit import FOLDER
 from orchestrator.client.balance import (
     SPARE_WINDOWS,
     MeasuredSpeeds,
@@ -35,6 +34,7 @@ from orchestrator.errors import (
     StopRequested,
 )
 from orchestrator.plan.recorded_speeds import BALANCE
+from orchestrator.plugins import OBSERVER, imported
 from orchestrator.rundir.checkpoints import remove_partial
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.metrics import read_metrics
@@ -57,7 +57,7 @@ def _train(worker: WorkerProcess) -> int:
     rank, ranks = worker.topology.rank, worker.topology.size
     # Libraries that a job uses (loggers, say) look here for whether they are on rank 0.
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
-    with this_process_alone(), _audited(rank):
+    with this_process_alone(), _observed(rank):
         training = set_up(worker)
         worker.close_tracker = training.close_tracker
         progress, began = training.progress, time.perf_counter()
@@ -82,21 +82,14 @@ def _train(worker: WorkerProcess) -> int:
 
 
 @contextmanager
-def _audited(rank: int) -> Generator[None]:
-    """Observe the training below for `orchestrator audit`, if that has started this run."""
-    if FOLDER not in os.environ:
+def _observed(rank: int) -> Generator[None]:
+    """Enter the context manager of this rank that the variable OBSERVER names, if it is set."""
+    if OBSERVER not in os.environ:
         yield
         return
-    from orchestrator.audit import observe
-
-    observer = observe.start(rank)
-    observer.ends_process = False
-    why = "the job failed"
-    try:
+    observer: Callable[[int], AbstractContextManager[None]] = imported(os.environ[OBSERVER])
+    with observer(rank):
         yield
-        why = "the job ended"
-    finally:
-        observer.finish(why)
 
 
 def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from orchestrator.client.loop import (
     describe_misuse,
 )
 from orchestrator.client.run import current_run
-from orchestrator.clusters.machine import visible_gpus
 from orchestrator.config.job_source import check_target, refuse_arguments
 from orchestrator.config.optimizer import base_rate
 from orchestrator.config.reading import read_config, with_run_folder
@@ -44,6 +43,7 @@ from orchestrator.job import (
     has_own_rate,
     is_coupled,
 )
+from orchestrator.machine import visible_gpus
 from orchestrator.plan.order import Shards
 from orchestrator.plan.parts import JobFacts, branch_in
 from orchestrator.plan.plan import Plan

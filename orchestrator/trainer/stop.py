@@ -28,8 +28,8 @@ from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RESUMED, RunDir
 from orchestrator.rundir.metrics import read_progress, recent_records, updates_of
 from orchestrator.rundir.outcome import describe_culprit, read_outcome
+from orchestrator.rundir.srun_log import cancellation, node_failure
 from orchestrator.rundir.warnings import warn
-from orchestrator.slurm_client import cancellation, node_failure
 
 KILL_WAIT_S = 30.0
 CANCEL_CHECK_S = 1.0

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from orchestrator.cli import audit as auditing
-from orchestrator.cli.follow import OutputOptions
+from orchestrator.audit import command as auditing
 from orchestrator.errors import ConfigError
+from orchestrator.runs.follow import OutputOptions
 from tests.helpers import ROOT, begin_anew, until, verb
 
 ALONE = "cluster.ranks_per_node=1"  # where more than one would prove no more

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from orchestrator.audit.command import Audit
 from orchestrator.audit.faults import FAULTS
 from orchestrator.audit.judge import RIGHT, ROWS, SLOW, UNJUDGED, WRONG, judge, read_trace
 from orchestrator.audit.loss_graph import read_loss
@@ -15,7 +16,6 @@ from orchestrator.audit.separability import (
     find_reductions,
     own_sum,
 )
-from orchestrator.cli.audit import Audit
 from tests import warm
 from tests.audit import drawn, kinds, loop
 from tests.audit.observed import NAMES

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli.start import prepare
 from orchestrator.config.command_line import read_command_line
 from orchestrator.config.composer import Composer, compose
 from orchestrator.errors import ConfigError
 from orchestrator.launch import run_app
+from orchestrator.runs.start import prepare
 from orchestrator.sweep.points import check_points
 
 TINY = "job._target_=tests.tiny_job.Tiny"

@@ -5,6 +5,7 @@ from dataclasses import fields, is_dataclass
 
 import pytest
 
+from orchestrator.clusters.slurm.client import SlurmClient
 from orchestrator.config.changes import flat
 from orchestrator.config.command_line import check_overrides
 from orchestrator.config.composer import compose
@@ -12,7 +13,6 @@ from orchestrator.config.loader import Loader
 from orchestrator.config.reading import read_config, to_yaml
 from orchestrator.config.schema import BOUNDS, Config, plain
 from orchestrator.errors import ConfigError, expand_user
-from orchestrator.slurm_client import SlurmClient
 from tests.helpers import ROOT
 
 

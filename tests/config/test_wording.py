@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from orchestrator.cli.start import prepare
 from orchestrator.config.command_line import read_command_line
 from orchestrator.config.composer import Composer, compose
 from orchestrator.errors import ConfigError, UsageError
+from orchestrator.runs.start import prepare
 
 WRONG = [
     ["optimizer.lr=0.1"],

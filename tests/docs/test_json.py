@@ -9,7 +9,7 @@ from jsonschema import Draft202012Validator
 from orchestrator.__main__ import app
 from tests.docs.printed import ROOT
 from tests.helpers import LIGHT, TINY, call, verb
-from tests.sweep.search.helpers import line_of
+from tests.search.helpers import line_of
 
 SCHEMAS = yaml.safe_load((ROOT / "docs" / "reference" / "json.yaml").read_text())
 ONE = ("cluster.nodes=1", "cluster.ranks_per_node=1", "tracker=none")

@@ -6,11 +6,11 @@ import signal
 
 import pytest
 
+from orchestrator.api import open_run, weights_file
 from orchestrator.errors import JobError
 from orchestrator.rundir.best import BestFigure
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import read_metrics
-from orchestrator.runs import open_run, weights_file
 from tests.helpers import await_exit, begin, call, rank_pid, result, verb
 from tests.hold import Hold
 

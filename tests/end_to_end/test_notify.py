@@ -7,9 +7,9 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from orchestrator.cli.start import prepare
 from orchestrator.config.composer import compose
 from orchestrator.errors import ConfigError
+from orchestrator.runs.start import prepare
 from tests.helpers import LIGHT, SMALL, call, until, verb
 
 TWO = (LIGHT, SMALL, "train.updates=2", "-q")

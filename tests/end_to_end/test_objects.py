@@ -356,7 +356,7 @@ def test_to_interrupt_wait_leaves_the_run_alone(tmp_path):
     threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
         run.wait()
-    assert is_locked(orchestrator.runs.RunDir(run.folder))
+    assert is_locked(orchestrator.api.RunDir(run.folder))
     hold.release()
     assert run.follow() == "finished"
 

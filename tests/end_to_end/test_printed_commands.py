@@ -20,12 +20,12 @@ import typer
 import benchmarks.__main__ as measurements
 import slurm.__main__ as development
 from orchestrator.__main__ import add_commands, app
-from orchestrator.cli.new import FILES
-from orchestrator.cli.start import prepare
+from orchestrator.commands.new import FILES
 from orchestrator.config.command_line import read_command_line
 from orchestrator.config.composer import Composer
+from orchestrator.runs.start import prepare
+from orchestrator.search.search import Search
 from orchestrator.sweep.points import check_points
-from orchestrator.sweep.search import Search
 from tests.docs.printed import PROGRAMS, ROOT, SLURMS, inline, python_blocks, shell_commands
 from tests.helpers import begin, call, records, until
 from tests.hold import Hold
@@ -38,7 +38,7 @@ ELSEWHERE = {
     r"^(srun|sbatch|squeue|scontrol|sacct)\b": "SLURM's own commands: tests/slurm",
     r"^python -m slurm\b": "a cluster is brought up and down: tests/slurm/test_dev_cluster.py",
     r"cluster=(slurm|mysite)": "a site of the reader's: tests/slurm submits and plans the like",
-    r"my_project|config-name main|runs/first": "tests/cli/test_new.py executes the tutorial",
+    r"my_project|config-name main|runs/first": "tests/commands/test_new.py executes the tutorial",
     r"runs/trunk@40": "tests/docs/test_examples.py executes it",
     r"^make\b": "installs, measures, or tests everything",
     r"^pip\b": "installs from a registry",
@@ -51,7 +51,7 @@ ELSEWHERE = {
     r"orchestrator rehearse": "minutes: tests/health",
     r"orchestrator audit": "scripts that train: tests/audit",
     r"orchestrator export": "runs of torch: tests/end_to_end/test_restarts.py",
-    r"sweep\.search": "twelve runs: tests/sweep/search/test_whole.py",
+    r"sweep\.search": "twelve runs: tests/search/test_whole.py",
     r"experiment=time_and_memory": "half a minute: tests/sweep/test_whole.py plans it",
     r"accumulation\.steps=1,2": "some runs of torch: tests/sweep/test_whole.py plans the like",
     r"ranks_per_node=8": "eight ranks of the job that others execute",
@@ -205,7 +205,7 @@ def composed(words):
     """Raises if a launch with these words would be refused before it starts."""
     composer = Composer(read_command_line(words))
     found = composer.compose()
-    if composer.searches:
+    if composer.search != "none":
         assert Search(composer).trials
     elif found.sweeps:
         assert check_points(composer)

@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from orchestrator.clusters.api import cluster_of
+from orchestrator.clusters.slurm.client import SlurmClient, accounted_scripts
 from orchestrator.config.composer import compose
 from orchestrator.errors import ClusterError
-from orchestrator.slurm_client import SlurmClient, accounted_scripts
 from tests.end_to_end.test_submitit import check, run_script
 from tests.helpers import TINY, await_exit, begin, call, commit, environment, result, until
 from tests.slurm import runs

@@ -10,9 +10,9 @@ import pytest
 
 from tests.helpers import begin, call, node_process, result, until
 from tests.hold import Hold
+from tests.search.helpers import line_of, loss_of
 from tests.slurm import runs
 from tests.slurm.runs import queued
-from tests.sweep.search.helpers import line_of, loss_of
 
 STEPS = ("accumulation.steps=1,2,4,8", "cluster.nodes=1", "cluster.ranks_per_node=1")
 

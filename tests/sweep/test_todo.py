@@ -26,7 +26,7 @@ from orchestrator.sweep.tasks import (
     submit,
     tasks_of,
 )
-from tests.sweep.search.helpers import QUIET
+from tests.search.helpers import QUIET
 
 JOB = "job._target_=cells_job.Mine"
 SOURCE = """

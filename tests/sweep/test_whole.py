@@ -7,13 +7,13 @@ import pytest
 from typer.testing import CliRunner
 
 from orchestrator.__main__ import app
-from orchestrator.cli.start import prepare, with_notes
 from orchestrator.config.command_line import read_command_line
 from orchestrator.config.composer import Composer, compose
 from orchestrator.errors import ConfigError
-from orchestrator.report.page_data import data_of
+from orchestrator.report_page.data import data_of
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import locked
+from orchestrator.runs.start import prepare, with_notes
 from tests.helpers import LIGHT, call, result, verb
 
 ONE = ("cluster.nodes=1", "cluster.ranks_per_node=1", "accumulation.global_batch=8")

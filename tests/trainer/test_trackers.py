@@ -8,13 +8,13 @@ from itertools import groupby
 import psutil
 import pytest
 
-from orchestrator.cli.start import prepare
 from orchestrator.config.composer import compose
 from orchestrator.config.reading import to_yaml
 from orchestrator.engine.common import waiting
 from orchestrator.errors import ConfigError
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import EXIT_CODES, State
+from orchestrator.runs.start import prepare
 from orchestrator.testing import TrackerSuite
 from orchestrator.trainer.recorder import Scalars, check_tracker
 from tests.helpers import SMALL, TINY, await_exit, begin, call, records, verb

@@ -12,16 +12,16 @@ from pathlib import Path
 
 from orchestrator.clusters.api import Admission, Cluster, Handle, Request, Share
 from orchestrator.clusters.local.environment import find_shared_gpus
-from orchestrator.clusters.machine import (
+from orchestrator.config.program import is_program
+from orchestrator.config.rules import planned_survival
+from orchestrator.config.schema import node_range
+from orchestrator.errors import ClusterError, TransportError
+from orchestrator.machine import (
     cores,
     free_memory_bytes,
     share_gpus,
     visible_gpus,
 )
-from orchestrator.config.program import is_program
-from orchestrator.config.rules import planned_survival
-from orchestrator.config.schema import node_range
-from orchestrator.errors import ClusterError, TransportError
 from orchestrator.units import format_bytes, plural
 
 ON_CPUS = ("gloo", "mccl")

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from orchestrator.clusters.api import Request
-from orchestrator.clusters.machine import gpu_variable, share_gpu_over_nccl
+from orchestrator.machine import gpu_variable, share_gpu_over_nccl
 
 
 def node_address(index: int) -> str:

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from orchestrator.clusters.api import Admission
+from orchestrator.clusters.slurm.client import Answer, SlurmClient, explained
 from orchestrator.errors import ClusterError, did_you_mean
-from orchestrator.slurm_client import Answer, SlurmClient, explained
 from orchestrator.units import seconds
 
 PARTITIONS = ("scontrol", "--all", "--oneliner", "show", "partition")

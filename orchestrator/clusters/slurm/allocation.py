@@ -31,7 +31,7 @@ from orchestrator.errors import ClusterError
 from orchestrator.rundir.files import APPENDING, open_nofollow
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import read_outcome
-from orchestrator.slurm_client import STOP_CODES
+from orchestrator.rundir.srun_log import STOP_CODES
 from orchestrator.units import plural
 
 END_S = 60.0  # srun waits for its ended tasks, and the scheduler for their node

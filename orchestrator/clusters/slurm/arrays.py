@@ -18,13 +18,13 @@ from pathlib import Path
 from orchestrator.clusters.api import Request
 from orchestrator.clusters.slurm.base import BaseSlurmCluster
 from orchestrator.clusters.slurm.batch_script import option_line, script_name
+from orchestrator.clusters.slurm.client import SlurmClient
 from orchestrator.clusters.slurm.safe_values import quoted
 from orchestrator.clusters.slurm.submission import ARRAYS, NUMBER, BeyondLimit, queue
 from orchestrator.clusters.slurm.task import write_task
 from orchestrator.config.program import target_of
 from orchestrator.rundir.files import make_folder, names_in, write_atomically, written_together
 from orchestrator.rundir.folder import RunDir
-from orchestrator.slurm_client import SlurmClient
 from orchestrator.units import plural, spans
 
 Placed = tuple[BaseSlurmCluster, Request]

@@ -15,6 +15,7 @@ from orchestrator.clusters.slurm.batch_script import (
     script_name,
     submit_host,
 )
+from orchestrator.clusters.slurm.client import SlurmClient
 from orchestrator.clusters.slurm.safe_values import check_preamble, check_values
 from orchestrator.clusters.slurm.task import NodeTask, write_task
 from orchestrator.clusters.slurm.trust import client_of, remember
@@ -23,7 +24,6 @@ from orchestrator.config.schema import gpu_count, node_range
 from orchestrator.errors import ConfigError
 from orchestrator.rundir.files import write_atomically
 from orchestrator.rundir.folder import RunDir
-from orchestrator.slurm_client import SlurmClient
 from orchestrator.units import first_few
 
 

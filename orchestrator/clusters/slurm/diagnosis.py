@@ -12,11 +12,12 @@ import signal
 import socket
 
 from orchestrator.agent.root_cause import RAISED, TAIL_LINES, from_failure, tail
+from orchestrator.clusters.slurm.client import Job
 from orchestrator.errors import describe_status
 from orchestrator.rundir.files import is_full, read_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import NO_RESULT, Culprit, State, read_outcome
-from orchestrator.slurm_client import Job, node_failure, task_exits
+from orchestrator.rundir.srun_log import node_failure, task_exits
 
 KILLED = 128 + signal.SIGKILL
 SRUN_KILLED, SRUN_ENDED = "srun was killed", "srun was asked to end the ranks"

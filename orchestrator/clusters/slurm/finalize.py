@@ -27,8 +27,17 @@ from typing import Any
 
 from orchestrator.agent.links import Peer, Port, closed_ports, is_port_closed, probe_ports
 from orchestrator.agent.node_spec import published_agents
-from orchestrator.agent.topology import node_names
+from orchestrator.agent.topology import node_names, own_job_id
 from orchestrator.clusters.api import Culprit
+from orchestrator.clusters.slurm.client import (
+    TIMEOUT_S,
+    Job,
+    SchedulerDown,
+    SlurmClient,
+    UnreadableAnswer,
+    queued,
+    retry_unanswered,
+)
 from orchestrator.clusters.slurm.diagnosis import (
     AGENTS_KILLED,
     CAUSES,
@@ -64,19 +73,7 @@ from orchestrator.rundir.outcome import (
     read_outcome,
     write_result,
 )
-from orchestrator.slurm_client import (
-    REQUEUED_BY_OTHERS,
-    STOP_CODES,
-    TIMEOUT_S,
-    Job,
-    SchedulerDown,
-    SlurmClient,
-    UnreadableAnswer,
-    node_failure,
-    own_job_id,
-    queued,
-    retry_unanswered,
-)
+from orchestrator.rundir.srun_log import REQUEUED_BY_OTHERS, STOP_CODES, node_failure
 
 log = logging.getLogger(__name__)
 

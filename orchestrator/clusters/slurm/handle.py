@@ -17,6 +17,7 @@ from datetime import datetime
 from pathlib import Path
 
 from orchestrator.clusters.api import Handle, State
+from orchestrator.clusters.slurm.client import Job, SchedulerDown, SlurmClient, accounted, queued
 from orchestrator.clusters.slurm.diagnosis import diagnose
 from orchestrator.clusters.slurm.submission import ARRAYS
 from orchestrator.clusters.slurm.trust import client_of, read_handle
@@ -24,7 +25,6 @@ from orchestrator.errors import ClusterError
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import describe_stop, write_result
-from orchestrator.slurm_client import Job, SchedulerDown, SlurmClient, accounted, queued
 
 CANCEL_S, POLL_S = 5.0, 0.5
 UNSENT = "nothing was sent"

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from orchestrator.clusters.slurm.client import Job, SlurmClient, accounted, jobs_of_user, queued
 from orchestrator.clusters.slurm.diagnosis import diagnose
 from orchestrator.clusters.slurm.finalize import finalize_ended_job
 from orchestrator.clusters.slurm.trust import client_of
@@ -27,7 +28,6 @@ from orchestrator.rundir.status import (
     mark_unknown,
     status_or_damage,
 )
-from orchestrator.slurm_client import Job, SlurmClient, accounted, jobs_of_user, queued
 
 NO_ANSWER = "the scheduler gave no answer"
 

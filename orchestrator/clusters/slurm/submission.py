@@ -19,6 +19,15 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from orchestrator.clusters.slurm.client import (
+    SchedulerDown,
+    SlurmClient,
+    accounted_scripts,
+    elements_of,
+    explained,
+    jobs_of_user,
+    retry_unanswered,
+)
 from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.errors import ClusterError, NotNow, RunFolderError, describe_status
 from orchestrator.rundir.files import (
@@ -29,15 +38,6 @@ from orchestrator.rundir.files import (
     written_together,
 )
 from orchestrator.rundir.folder import RunDir
-from orchestrator.slurm_client import (
-    SchedulerDown,
-    SlurmClient,
-    accounted_scripts,
-    elements_of,
-    explained,
-    jobs_of_user,
-    retry_unanswered,
-)
 
 ARRAYS = "arrays"  # the folder of arrays' scripts, next to the runs
 NUMBER = re.compile(r"0|[1-9][0-9]{0,5}")  # a run's folder that can be an element of an array

@@ -190,7 +190,8 @@ class _Watch:
         Where SLURM ends the job already, it has ended the script, and these ranks follow within
         KillWait. Else the script may live, and says so within some seconds.
         """
-        from orchestrator.slurm_client import SlurmClient, own_job_id, queued
+        from orchestrator.agent.topology import own_job_id
+        from orchestrator.clusters.slurm.client import SlurmClient, queued
 
         job_id = own_job_id(os.environ)
         deadline = time.monotonic() + SCRIPT_S

@@ -13,9 +13,9 @@ from orchestrator.clusters.slurm.admission import (
     preempt_grace_s,
     read_partitions,
 )
+from orchestrator.clusters.slurm.client import Answer
 from orchestrator.config.composer import compose
 from orchestrator.errors import ClusterError, ConfigError
-from orchestrator.slurm_client import Answer
 
 PARTITIONS = (
     "PartitionName=main AllowGroups=ALL Default=YES GraceTime=0 MaxNodes=UNLIMITED "

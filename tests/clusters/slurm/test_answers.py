@@ -2,8 +2,7 @@
 
 import pytest
 
-from orchestrator.errors import ClusterError
-from orchestrator.slurm_client import (
+from orchestrator.clusters.slurm.client import (
     QUEUE_FIELDS,
     Answer,
     NoClient,
@@ -16,8 +15,9 @@ from orchestrator.slurm_client import (
     queued,
     read_queue,
     retry_unanswered,
-    task_exits,
 )
+from orchestrator.errors import ClusterError
+from orchestrator.rundir.srun_log import task_exits
 from tests.clusters.slurm.queue_lines import queue_line
 
 NO_ANSWERS = [

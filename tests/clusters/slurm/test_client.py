@@ -6,15 +6,15 @@ import time
 
 import pytest
 
-from orchestrator.cli.status import statuses
 from orchestrator.clusters.api import State
 from orchestrator.clusters.slurm import handle as followed
+from orchestrator.clusters.slurm.client import Job
 from orchestrator.clusters.slurm.finalize import finalize_ended_job
 from orchestrator.clusters.slurm.handle import cancel_all
 from orchestrator.clusters.slurm.submission import adopt, queue
 from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.rundir.files import write_json
-from orchestrator.slurm_client import Job
+from orchestrator.runs.status import statuses
 from tests.clusters.slurm.queue_lines import queue_line
 from tests.programs import script
 from tests.run_folders import make_run

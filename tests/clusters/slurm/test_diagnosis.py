@@ -2,12 +2,12 @@
 
 import pytest
 
+from orchestrator.clusters.slurm.client import Job
 from orchestrator.clusters.slurm.diagnosis import SRUN_ENDED, culprit_of, diagnose
 from orchestrator.clusters.slurm.status import with_job
 from orchestrator.report.status_tables import remark
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.status import from_folder
-from orchestrator.slurm_client import Job
 from tests.run_folders import write_failure
 
 

@@ -13,6 +13,7 @@ import pytest
 from orchestrator.agent.node import node_spec as agent_spec
 from orchestrator.agent.node_spec import publish_agent
 from orchestrator.clusters.api import Culprit
+from orchestrator.clusters.slurm.client import Answer, Job, SchedulerDown, SlurmClient
 from orchestrator.clusters.slurm.diagnosis import (
     AGENTS_KILLED,
     SRUN_FAILED,
@@ -40,7 +41,6 @@ from orchestrator.config.schema import Config, RunConfig
 from orchestrator.errors import START_AGAIN, ClusterError
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.outcome import read_outcome
-from orchestrator.slurm_client import Answer, Job, SchedulerDown, SlurmClient
 from tests.agent.specs import node_spec
 from tests.clusters.slurm.queue_lines import queue_line
 from tests.run_folders import record, write_failure

@@ -2,13 +2,13 @@
 
 import pytest
 
-from orchestrator.cli.status import statuses
 from orchestrator.clusters.slurm.cluster import SlurmCluster
 from orchestrator.clusters.slurm.trust import is_trusted, remember
 from orchestrator.config.composer import compose
 from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
+from orchestrator.runs.status import statuses
 from tests.programs import script
 from tests.run_folders import make_run
 

@@ -16,7 +16,6 @@ from mindspore.train import Model
 from safetensors.numpy import load_file, save_file
 
 from orchestrator import Loss, current_run
-from orchestrator.cli.start import prepare
 from orchestrator.config.composer import compose
 from orchestrator.config.rules import refuse_unsupported
 from orchestrator.data import HeldOutData
@@ -34,6 +33,7 @@ from orchestrator.errors import (
     RunFolderError,
     TransportError,
 )
+from orchestrator.runs.start import prepare
 from tests.engine.held_out import validate
 from tests.engine.mindspore import jobs
 from tests.engine.mindspore.program import RATE, _distance

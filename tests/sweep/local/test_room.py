@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.cli.follow import OutputOptions
 from orchestrator.clusters.api import Share
 from orchestrator.clusters.local.cluster import LocalCluster
-from orchestrator.clusters.machine import Machine, cores
 from orchestrator.config.composer import compose
 from orchestrator.config.schema import Config, SweepConfig
+from orchestrator.machine import Machine, cores
+from orchestrator.runs.follow import OutputOptions
 from orchestrator.sweep.local import RANK_BYTES, LocalCapacity, most_at_once
 from tests.run_folders import Screen
 

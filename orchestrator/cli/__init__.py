@@ -1,1 +1,0 @@
-"""The commands: start, resume, follow, inspect and cancel runs."""

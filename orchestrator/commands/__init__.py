@@ -1,0 +1,1 @@
+"""Commands that are no part of a run: shell completion and new projects."""

@@ -1,0 +1,384 @@
+"""Following a run: its live line, Ctrl-C, and its end."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from rich.console import Console
+
+from orchestrator.clusters.api import (
+    POLL_S,
+    Cluster,
+    Culprit,
+    Handle,
+    LauncherHandle,
+    Request,
+    State,
+    class_of,
+)
+from orchestrator.config.program import is_program
+from orchestrator.config.schema import Config
+from orchestrator.errors import (
+    EXIT_INTERRUPTED,
+    ClusterError,
+    RunFolderError,
+    RunFolderRemoved,
+    UsageError,
+)
+from orchestrator.notify import Notifier
+from orchestrator.plugins import CLUSTERS
+from orchestrator.report.caller import tell_begun
+from orchestrator.report.progress import Progress
+from orchestrator.report.run_tables import print_closing
+from orchestrator.report.terminal import LogReader, command, outlive_reader, say
+from orchestrator.rundir.best import BestSoFar
+from orchestrator.rundir.files import read_json, write_atomically, write_json
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.metrics import Tail, read_metrics, read_progress
+from orchestrator.rundir.outcome import (
+    CANCELLED_AT_ONCE,
+    EXIT_CODES,
+    NO_RESULT,
+    RestartDecision,
+    decide_restart,
+    describe_culprit,
+    describe_stop,
+    result_from_records,
+)
+from orchestrator.rundir.status import kind_of
+from orchestrator.rundir.warnings import NewWarnings
+from orchestrator.runs.inputs import INPUTS, differences
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputOptions:
+    """Console and verbosity."""
+
+    console: Console
+    verbose: bool = False
+    quiet: bool = False
+
+    def note(self, text: object, style: str = "", *, prose: bool = False) -> None:
+        """Print a line, as `say` does, unless `quiet`."""
+        if not self.quiet:
+            say(self.console, text, style, prose=prose)
+
+
+class Interrupts:
+    """Counts SIGINT and SIGTERM while it is entered, also more than once; restores the old handlers
+    after. A terminal that closes counts once, though SIGHUP may come twice; under nohup not at all.
+    """
+
+    def __init__(self) -> None:
+        self.count = self._entered = 0
+        self._old: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if not self._entered:
+            numbers = [signal.SIGINT, signal.SIGTERM]
+            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+                numbers.append(signal.SIGHUP)
+            for number in numbers:
+                self._old[number] = signal.signal(number, self._handle)
+        self._entered += 1
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._entered -= 1
+        if not self._entered:
+            self.count = 0
+            for number, handler in self._old.items():
+                signal.signal(number, handler)
+
+    def once(self) -> None:
+        """Count one interrupt, unless there was one."""
+        self.count = max(1, self.count)
+
+    def _handle(self, number: int, _: object) -> None:
+        self.count = max(1, self.count + (number != signal.SIGHUP))
+
+
+interrupts = Interrupts()  # signals are the whole process's
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedRun:
+    """A launch that may start: its folder is written, its lock held, its signals counted.
+
+    Attributes:
+        request: what its cluster was asked to admit, with the number of the start that a person
+            asked for.
+        handle: of a resumed run, handle.json of its start before.
+        end: of a resumed run, the files that said how it had ended, with their contents.
+        replaced: where what was in the run's folder before has been moved.
+    """
+
+    run: RunDir
+    cluster: Cluster
+    request: Request
+    output: OutputOptions
+    handle: Mapping[str, Any] | None = None
+    end: Mapping[Path, bytes] = field(default_factory=dict[Path, bytes])
+    replaced: Path | None = None
+
+    @property
+    def config(self) -> Config:
+        return self.cluster.config
+
+    @property
+    def is_queued(self) -> bool:
+        """True once a scheduler knows this start of the run; it may have known earlier ones."""
+        return self.run.read_handle() != self.handle
+
+    def withdraw(self) -> None:
+        """Remove a new run, and restore what it replaced or the end of a resumed one; unless it has
+        begun, or may be queued.
+        """
+        begun = self.run.attempts_made() > self.request.attempt
+        if begun or self.is_queued or self.run.is_being_submitted:
+            return
+        try:
+            self.run.withdraw()
+        finally:
+            put_back(self.replaced, self.run.path)
+        for file, content in self.end.items():
+            write_atomically(file, content)
+
+
+def put_back(replaced: Path | None, folder: Path) -> None:
+    """Move a replaced folder back, unless another has taken its place."""
+    if replaced is not None and not folder.exists():
+        replaced.rename(folder)
+
+
+def resolve_submissions(runs: Sequence[RunDir]) -> tuple[list[str], dict[Path, str]]:
+    """Find out whether submissions that were interrupted reached the scheduler.
+
+    Returns:
+        What was found out, as sentences; and for each run of which it cannot be known yet whether
+        it was submitted, why.
+    """
+    folders = dict.fromkeys(path for run in runs for path in (run.path, run.path.parent))
+    sentences: list[str] = []
+    unknown: dict[Path, str] = {}
+    for folder in map(RunDir, folders):
+        if not os.path.lexists(folder.submitting):  # also where it may not be read
+            continue
+        members = [run for run in runs if folder.path in (run.path, run.path.parent)]
+        try:
+            sentences.append(class_of(kind_of(members[0])).adopt(folder))
+        except (ClusterError, RunFolderError) as error:
+            why = str(error)
+            if isinstance(error, RunFolderError):  # the file is damaged
+                why += "; see for yourself whether its job is queued, then remove the file"
+            unknown |= {run.path: why for run in members if _is_about(folder, run.path)}
+    return [sentence for sentence in sentences if sentence], unknown
+
+
+def _is_about(folder: RunDir, run: Path) -> bool:
+    """Return True if the submission may be of this run, or if that is not known."""
+    try:
+        note: dict[str, Any] = read_json(folder.submitting) or {}
+    except RunFolderError:
+        return True
+    return run == folder.path or run.name in note.get("elements", (run.name,))
+
+
+def handle_of(run: RunDir) -> Handle:
+    """Return the handle of a run; one that was never handed to a cluster has a launcher.
+
+    Raises:
+        ClusterError: it is being submitted, or may have been, and the scheduler does not answer.
+    """
+    _, unknown = resolve_submissions([run])
+    for why in unknown.values():
+        raise ClusterError(why)
+    return class_of(kind_of(run)).handle(run) if run.handle.exists() else LauncherHandle(run)
+
+
+def watch(
+    handle: Handle, run: RunDir, output: OutputOptions, stop: Callable[[], bool], recent: int = 0
+) -> State:
+    """Show a run until it has ended, or until `stop` returns true.
+
+    Args:
+        stop: called after each poll of a run that has not ended.
+        recent: show this many bytes of what earlier attempts or hours wrote, too.
+    """
+    plan, tail = run.read_plan(), Tail(run.metrics, recent)
+    if isinstance(run.read_config()["cluster"]["nodes"], dict):
+        plan.pop("ranks", None)  # of the most nodes; a scheduler may give fewer
+    attempt, warnings = -1, NewWarnings(run.path)
+    shows_output = output.verbose and is_program(run.read_config()["job"])
+    log = LogReader(run.rank_log(0))
+    best, keep_best = None, run.read_config()["train"].get("keep_best")
+    if keep_best is not None:
+        best = BestSoFar(keep_best)
+        for record in read_metrics(run.metrics).evaluations:  # `tail` may begin after them
+            best.add(record["update"] + 1, record["evaluation"])
+    with Progress(plan, output.console, output.quiet, output.verbose, best=best) as progress:
+        while True:
+            state = handle.poll(POLL_S)
+            current = run.latest_attempt
+            if current != attempt:
+                attempt = current
+                warnings = NewWarnings(run.attempt(attempt), already=plan.get("warnings") or ())
+            latest = read_progress(run.progress(attempt))
+            records = tail.read()
+            if records and plan.get("dataset_samples") is None:
+                # by now the workers know the data set, and so the length
+                plan.update(run.read_plan())
+            micro_steps = (latest.done, latest.steps) if latest else None
+            progress.update(records, micro_steps, warnings.read(now=state.ended))
+            for sentence in () if output.quiet else handle.new_messages():
+                output.note(sentence, "yellow", prose=True)
+            for text in log.read() if shows_output else ():
+                output.console.out(text, end="", highlight=False)
+            if shows_output and state.ended and (rest := log.rest()):
+                output.console.out(rest, highlight=False)
+            if state.ended or stop():
+                return state
+
+
+def follow(handle: Handle, run: RunDir, output: OutputOptions, *, recent: int = 0) -> int:
+    """Show a run to its end; an interrupt only ends the showing.
+
+    Returns:
+        The run's exit code; or, when the showing was interrupted, 130.
+    """
+    state = handle.poll(0.0)
+    if not state.ended:
+        state = watch(handle, run, output, lambda: interrupts.count > 0, recent)
+    if not state.ended:
+        say(
+            output.console,
+            f"detached; {handle.title} goes on: {command('status', run.path)}",
+            "yellow",
+        )
+        return EXIT_INTERRUPTED
+    code = EXIT_CODES[state]
+    result = run.read_result()
+    if result is None and handle.culprit is None:
+        lost = f"{run.path} has ended without a result: its launcher is gone"
+        say(output.console, lost, "bold red")
+        say(output.console, f"to go on from here: {command('resume', run.path)}", "bold")
+        return code
+    result = result or result_from_records(run, state, handle.culprit)
+    if not output.quiet or state is State.FAILED:
+        history = read_metrics(run.metrics)
+        print_closing(result, history, run.path, output.console, plan=run.read_plan())
+    return code
+
+
+def run_to_end(ready: PreparedRun) -> int:
+    """Train it from the newest checkpoint, if there is one, and show it to its end; restart after
+    failures as `decide_restart` says. Return its exit code. Nothing is left running, whatever is
+    raised.
+    """
+    run, output = ready.run, ready.output
+    hides_output = is_program(ready.config.job) and not output.verbose
+    hint = f"; -v, or {command('logs', run.path)} -f, shows rank 0's output" * hides_output
+    output.note(f"run folder: {run.path}{hint}", "dim", prose=True)
+    with outlive_reader(interrupts.once):
+        return _run_attempts(ready)
+
+
+def _run_attempts(ready: PreparedRun) -> int:
+    """Run attempts to the end of the run, as `run_to_end` says; return the exit code."""
+    run, output = ready.run, ready.output
+    while True:
+        number = run.begin_attempt()
+        state, interrupted, culprit = _attempt(ready, number)
+        decision = RestartDecision(restarts=False)
+        if culprit is not None and state is State.FAILED and not interrupts.count:
+            most = ready.config.run.max_restarts
+            decision = decide_restart(run, number, culprit, first=ready.request.attempt, most=most)
+        if culprit is None or not decision.restarts:
+            break
+        Notifier(run).send()
+        output.note(describe_culprit(culprit.to_json()), "bold red")
+        output.note(decision.message, "yellow")
+        for changed in differences(run, run.read_submission().get(INPUTS) or {}, ready.config):
+            # This attempt starts by itself: no user can accept the change, as with `resume`.
+            more = f"warning: {changed} since the run began; attempt {number + 1} has it as it is"
+            say(output.console, more, "yellow", prose=True)
+    if interrupted:
+        culprit = Culprit(rank=None, node="launcher", cause=CANCELLED_AT_ONCE)
+    if run.is_removed():  # nothing to write into, or to show
+        raise RunFolderRemoved(run.removed_message)
+    result = run.read_result() or {}
+    if state is State.FAILED or not result:  # rank 0 could not write it
+        result = result_from_records(run, state, culprit, remark=decision.message)
+        try:
+            write_json(run.result, result)
+        except OSError as error:
+            say(output.console, f"{run.result} cannot be written: {error.strerror}", "bold red")
+    Notifier(run).send()
+    code = EXIT_INTERRUPTED if interrupted else EXIT_CODES[state]
+    if culprit is not None and culprit.usage and not run.metrics.exists():
+        raise UsageError(culprit.cause)
+    if not output.quiet or state is State.FAILED:
+        print_closing(
+            result, read_metrics(run.metrics), run.path, output.console, plan=run.read_plan()
+        )
+    return code
+
+
+def _attempt(ready: PreparedRun, number: int) -> tuple[State, bool, Culprit | None]:
+    """Run one attempt to its end: one interrupt asks it to stop, a second ends it at once.
+
+    Returns:
+        How it ended, whether at once by request, and by whose fault.
+    """
+    with CLUSTERS.wrap_errors(ready.config.cluster.kind, "to start the ranks"):
+        handle = ready.cluster.submit(ready.cluster.request(ready.run.path, number))
+    stopping, notifier = False, Notifier(ready.run)
+
+    def stop() -> bool:
+        nonlocal stopping
+        notifier.send()
+        if interrupts.count and not stopping:
+            stopping = True
+            handle.stop()
+            sentence = f"the run {describe_stop(ready.run)}; once more ends every process at once"
+            say(ready.output.console, sentence, "yellow")
+        return interrupts.count > 1
+
+    try:
+        state = watch(handle, ready.run, ready.output, stop)
+        if not state.ended:
+            handle.kill()
+            return State.STOPPED, True, None
+    except BaseException:
+        handle.kill()
+        raise
+    # Rank 0 records the end of the training; a program records nothing.
+    recorded = (ready.run.read_result() or {}).get("state")
+    if state is State.FINISHED and recorded != state.value and not is_program(ready.config.job):
+        return State.FAILED, False, Culprit(rank=None, node="launcher", cause=NO_RESULT)
+    return state, False, handle.culprit
+
+
+def start_run(ready: PreparedRun) -> int:
+    """Train a run here to its end; or queue it, and follow it when `run.watch` says so. Return the
+    exit code.
+    """
+    run, output, cluster = ready.run, ready.output, ready.cluster
+    if cluster.attended:
+        tell_begun(run.path, run.terminal_log)
+        return run_to_end(ready)
+    with CLUSTERS.wrap_errors(ready.config.cluster.kind, "to submit the run"):
+        handle = cluster.submit(ready.request)
+    tell_begun(run.path, run.terminal_log)
+    output.note(f"{handle.title} is queued", "bold green")
+    output.note(f"run folder: {run.path}")
+    for verb, hint in (("status", ""), ("logs", " -f"), ("cancel", "")):
+        output.note(f"  {command(verb, run.path)}{hint}")
+    if not ready.config.run.watch:
+        return 0
+    return follow(handle, run, output)

@@ -1,0 +1,527 @@
+"""Resume: allowed changes, and the configuration and plan that they lead to."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from orchestrator.clusters.api import cluster_of
+from orchestrator.config.changes import OTHER_FOLDER, Change, Kind, changes
+from orchestrator.config.command_line import (
+    LENGTHS,
+    CommandLine,
+    check_overrides,
+    key_of,
+    to_hydra,
+)
+from orchestrator.config.composer import Composer, resolve
+from orchestrator.config.messages import config_errors
+from orchestrator.config.program import is_program
+from orchestrator.config.reading import literal_container, read_config, to_yaml, unknown_keys
+from orchestrator.config.schema import Config
+from orchestrator.errors import ConfigError, PlanError, RunFolderError, UsageError, expand_user
+from orchestrator.plan.parts import JobFacts, branch_in
+from orchestrator.plan.plan import Plan
+from orchestrator.plan.program import ProgramPlan, plan_of_program
+from orchestrator.rundir.checkpoints import (
+    file_sha256,
+    kept_checkpoint,
+    list_checkpoints,
+    newest,
+    refuse_beyond,
+    split_reference,
+    updates_after,
+    weights_of,
+)
+from orchestrator.rundir.files import is_own, read_text, write_atomically, write_json
+from orchestrator.rundir.folder import INITIAL_DIGEST, LABELS, RESUMES, RunDir
+from orchestrator.runs.inputs import INPUTS, accepted, differences
+from orchestrator.units import format_count, plural
+
+
+def check_own(run: RunDir) -> None:
+    """Raise `RunFolderError` if the folder is another user's."""
+    if not is_own(run.path):
+        raise RunFolderError(
+            f"{run.path} belongs to the user with number {run.path.stat().st_uid}; to go on with a "
+            f"run is to run the code that its folder names, so copy it and make sure of "
+            f"{run.config.name} first"
+        )
+
+
+@contextlib.contextmanager
+def submission_directory(run: RunDir, home: Path | None = None) -> Generator[None]:
+    """Change to the directory that the run was submitted from: its relative paths and modules are
+    meant from there. The folders in PYTHONPATH at that time are searched, too.
+
+    Args:
+        home: in place of the folder in submission.json.
+
+    Raises:
+        RunFolderError: that folder is gone.
+    """
+    cwd, submission = Path.cwd(), run.read_submission()
+    home = home or Path(submission.get("folder") or cwd)
+    try:
+        os.chdir(home)
+    except OSError as error:
+        raise RunFolderError(
+            f"{run.path} was submitted in {home}, where its relative paths and its code are, but "
+            f"that folder cannot be entered: {error.strerror}"
+        ) from error
+    before, variable = list(sys.path), os.environ.get(PYTHONPATH)
+    # Python's path as if it had been started at `home`: entries that mean the working directory.
+    sys.path[:] = [
+        str(home) if entry == "" or (index == 0 and entry == str(cwd)) else entry
+        for index, entry in enumerate(before)
+    ]
+    own = [str(Path(entry).absolute()) for entry in submission.get(PYTHONPATH) or ()]
+    if more := [entry for entry in own if entry not in sys.path]:
+        sys.path[1:1] = more
+        os.environ[PYTHONPATH] = os.pathsep.join([*([variable] if variable else []), *more])
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+        if more:
+            os.environ.pop(PYTHONPATH)
+            os.environ.update({PYTHONPATH: variable} if variable is not None else {})
+        os.chdir(cwd)
+
+
+def initial_weights(config: Config) -> Path | None:
+    """Return the weights file: the one that is named, or the newest valid one of a run.
+
+    Raises:
+        ConfigError: there is none, or it is no safetensors file.
+    """
+    reference = config.train.initial_weights
+    if reference is None:
+        return None
+    from orchestrator.rundir.tensors import SafetensorsFile  # NumPy, if it is needed
+
+    try:
+        path, (folder, which) = expand_user(reference), split_reference(reference)
+        if which is not None and not path.exists():
+            run = RunDir(expand_user(folder)).existing()
+            path = weights_of(kept_checkpoint(run, which))
+        elif path.is_dir():
+            run = RunDir(path).existing()
+            checkpoint, _ = newest(run.checkpoints, run.identity)
+            if checkpoint is None:
+                raise RunFolderError("that run has no weights yet: no sound checkpoint was written")
+            path = weights_of(checkpoint.folder)
+        if not SafetensorsFile(path).tensors:
+            raise RunFolderError(f"{path} holds no tensors")
+    except (UsageError, OSError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"train.initial_weights={reference}: {why}") from error
+    return path
+
+
+def keep_initial_weights(config: Config, run: RunDir) -> dict[str, str]:
+    """Copy the file into the new run's folder, so that the run does not depend on it.
+
+    Returns:
+        The copy's digest, for submission.json; nothing where no weights are asked for.
+    """
+    path = initial_weights(config)
+    if path is None:
+        return {}
+    from orchestrator.rundir.tensors import SafetensorsFile  # NumPy, if it is needed
+
+    if path.is_dir():
+        SafetensorsFile(path).write(run.initial_weights)
+    else:
+        shutil.copyfile(path, run.initial_weights)
+    run.initial_weights.chmod(0o600)
+    return {INITIAL_DIGEST: file_sha256(run.initial_weights)}
+
+
+MOST_UPDATES = 5_000  # compared one by one; of longer runs so many, evenly
+
+
+def refuse_other_numbers(
+    config_changes: list[Change], run: str, done: int, *, program: bool, own_optimizer: bool
+) -> None:
+    """Raise `ConfigError` naming every change of the run's numbers, with the alternatives.
+
+    Args:
+        done: updates that the newest checkpoint holds.
+        own_optimizer: the run's configuration has none, so its job builds one.
+    """
+    others = [change for change in config_changes if change.kind is Kind.NUMBERS]
+    if not others:
+        return
+    lines: list[str] = []
+    for change in others:
+        why = OTHER_FOLDER.get(change.key) or (
+            f"it was {_shown(change.before)}"
+            + ", and the updates that are done were made with that" * (done > 0 or program)
+        )
+        if change.key.startswith("optimizer.") and own_optimizer:
+            why = "this run has the optimizer that its job builds"
+        lines.append(f"a run cannot go on with {change.text}: {why}")
+    if program:
+        lines.append(
+            f"a program with other arguments is a new run; what this one saved stays in "
+            f"{run}/checkpoints"
+        )
+    else:
+        lines.append(advise_new_run(run, done, " ".join(change.text for change in others)))
+    raise ConfigError("\n".join(lines))
+
+
+def advise_new_run(run: str, done: int, settings: str = "these settings") -> str:
+    """Return advice on how to train with other settings in a new run."""
+    if not done:
+        return (
+            "no checkpoint was written yet, so a new run loses nothing: launch again with "
+            f"{settings}"
+        )
+    return (
+        f"to go on from these weights with other settings, start a new run: "
+        f"train.initial_weights={run}, or train.initial_state={run} with its optimizer's state "
+        f"and place in the data"
+    )
+
+
+def refuse_another_plan(
+    old: Plan, new: Plan, done: int, run: str, config_changes: Sequence[Change] = ()
+) -> None:
+    """Raise `ConfigError` if an update would be of other samples or at another rate.
+
+    Args:
+        old, new: of the run as it was, and as it would be.
+        done: updates that the newest checkpoint holds.
+        config_changes: between the two configurations.
+    """
+    if new.updates is not None and new.updates < done:
+        raise ConfigError(
+            f"{done} updates are done already, which is more than the {new.updates} that are asked "
+            f"for now; try train.updates={done + 1} or more"
+        )
+    before, after, instead = old.batch, new.batch, advise_new_run(run, done)
+    if after.global_batch != before.global_batch:
+        raise ConfigError(
+            f"an update would be of {after.global_batch} samples, but was of {before.global_batch} "
+            f"so far; to keep it, add accumulation.global_batch={before.global_batch} "
+            f"accumulation.steps={before.steps} accumulation.micro_batch=null\n{instead}"
+        )
+    tokens, tokens_before = after.micro_tokens, before.micro_tokens
+    if new.reduction == "reproducible" and tokens != tokens_before:
+        raise ConfigError(
+            f"accumulation.micro_tokens={tokens}: in reproducible mode it forms the leaves, "
+            f"and was {tokens_before} so far; another one is another sum\n{instead}"
+        )
+    leaf, leaf_before = after.micro_batch_cap, before.micro_batch_cap
+    if new.reduction == "reproducible" and leaf != leaf_before:
+        raise ConfigError(
+            f"accumulation.micro_batch={leaf}: in reproducible mode it is the size of a "
+            f"leaf, which was {leaf_before} so far; another one is another sum\n{instead}"
+        )
+    common = min(old.updates or 0, new.updates or 0)  # 0: one of them is not known yet
+    starts = {update for plan in (old, new) for update, _ in plan.order.batch_schedule}
+    for update in sorted(starts):
+        batches = [plan.order.batch_of(update) for plan in (old, new)]
+        if update < max(common, done) and len({*batches}) > 1:
+            raise ConfigError(
+                f"from update {update} on an update would be of {batches[1]} samples, but was to "
+                f"be of {batches[0]}: accumulation.batch_schedule can change after update "
+                f"{max(common, done) - 1} only\n{instead}"
+            )
+    step = max(1, common // MOST_UPDATES)
+    for update in sorted({*range(0, common, step), *range(common)[-1:]}):
+        rates = [
+            plan.rates.schedule.learning_rate(update) for plan in (old, new) if plan.rates.schedule
+        ]
+        if len(set(rates)) > 1:
+            of_schedule = [c.text for c in config_changes if c.key.startswith("schedule.")]
+            why = f"{' and '.join(of_schedule)} would change it"
+            if not of_schedule:
+                why = "with schedule.decay the number of updates decides it, which would be another"
+            raise ConfigError(
+                f"the learning rate of update {update + 1} would be {rates[1]:.6g}, but "
+                f"was to be {rates[0]:.6g}: {why}\n{instead}"
+            )
+        was, would_be = old.order.samples_of(update), new.order.samples_of(update)
+        if update < done and was != would_be:
+            raise ConfigError(
+                f"update {update + 1} was of {was} samples, and would be of {would_be} in the run "
+                f"that is asked for now\n{instead}"
+            )
+
+
+def rounding_warning(
+    config_changes: list[Change], old: Plan, new: Plan, config: Config
+) -> str | None:
+    """Return a sentence if the rest agrees with an uninterrupted run only up to rounding."""
+    kept = config.accumulation.reduction == old.reduction == "reproducible"
+    same_split = kept or old.split.micro_batches == new.split.micro_batches
+    split = [] if same_split else ["another split of the batch"]
+    causes = split + [change.text for change in config_changes if change.kind is Kind.ROUNDING]
+    if not causes:
+        return None
+    dropout = "" if kept else ", and random numbers as dropout's are drawn for other micro-batches"
+    return (
+        f"from here on sums are added in another order ({', '.join(causes)}): results agree with "
+        f"those of the undisturbed run up to rounding, not in bits{dropout if split else ''}"
+    )
+
+
+GROUPS = ("cluster", "tracker")  # that a resumed run may choose anew; others decide its numbers
+ENDS_EARLY = ("train.patience", "train.keep_best")
+PYTHONPATH = "PYTHONPATH"  # in submission.json, too
+PLACES = ("nodes", "ranks_per_node", "cpus_per_rank")  # kept when a run changes its cluster
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resumption:
+    """A checked request to resume a run.
+
+    Attributes:
+        config: to resume with.
+        changes: of the run's configuration, by this command.
+        plan: as far as it is known here.
+        done: updates that the newest checkpoint holds.
+        warning: what a person should know of the changes.
+    """
+
+    config: Config
+    overrides: tuple[str, ...]
+    changes: list[Change]
+    plan: Plan | ProgramPlan
+    done: int
+    warning: str | None
+
+    def is_complete(self, result: Mapping[str, Any] | None) -> bool:
+        """Return whether a run that ended with `result` has nothing left to do."""
+        if result is None or result["state"] != "finished":
+            return False
+        if "ended_early" in result:
+            return not any(change.key in ENDS_EARLY for change in self.changes)
+        return (self.plan.updates or 0) <= int(result["updates"])
+
+    @property
+    def message(self) -> str:
+        """Describe the next steps, for people."""
+        where = "there is no checkpoint yet: beginning again"
+        if isinstance(self.plan, ProgramPlan):
+            where = "starting the program again, to go on from what it saved"
+        elif self.done:
+            total = self.plan.updates
+            of = "" if total is None else f" of {format_count(total)}"
+            where = f"going on after update {format_count(self.done)}{of}"
+        ranks = f"{plural(self.plan.ranks, 'rank')} on {plural(self.plan.nodes, 'node')}"
+        return ", ".join(
+            [where, ranks, *(f"{c.text} (was {_shown(c.before)})" for c in self.changes)]
+        )
+
+
+def resumption(
+    run: RunDir,
+    config: Config,
+    overrides: Sequence[str],
+    config_dir: str | None = None,
+    *,
+    to: Config | None = None,
+) -> Resumption:
+    """Check the request `resume RUN overrides`; nothing is written.
+
+    Args:
+        config: of the run so far.
+        to: the whole requested configuration, overrides already applied.
+
+    Raises:
+        ConfigError: an unknown key, an invalid value, or a change of the run's numbers.
+        RunFolderError: the newest checkpoint is of more updates than `config` asks for.
+    """
+    before = asdict(config)
+    saved = list_checkpoints(run.checkpoints)
+    done = updates_after(saved[-1]) if saved else 0
+    known = run.read_plan()
+    old = plan = plan_of_run(config, known)
+    refuse_beyond(run, done, plan.updates)
+    config_changes: list[Change] = []
+    warning: str | None = None
+    if overrides or to is not None:
+        if to is None:
+            config = _with_overrides(asdict(config), overrides, config_dir)
+        else:  # with the present path of the folder, which may have moved or be behind a link
+            config = replace(to, run=replace(to.run, dir=config.run.dir))
+        config_changes = changes(before, asdict(config))
+        program = isinstance(old, ProgramPlan)
+        own = not program and not before["optimizer"]
+        refuse_other_numbers(
+            config_changes, str(run.path), done, program=program, own_optimizer=own
+        )
+        plan = plan_of_run(config, known)
+        if isinstance(old, Plan) and isinstance(plan, Plan):
+            refuse_another_plan(old, plan, done, str(run.path), config_changes)
+            warning = rounding_warning(config_changes, old, plan, config)
+    return Resumption(
+        config=config,
+        overrides=tuple(overrides),
+        changes=config_changes,
+        plan=plan,
+        done=done,
+        warning=warning,
+    )
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value)
+
+
+def plan_of_run(config: Config, known: Mapping[str, Any]) -> Plan | ProgramPlan:
+    """Return the plan of a run, or of one that it would become.
+
+    Args:
+        known: its plan.json, which has what the ranks found out.
+    """
+    if is_program(config.job):
+        return plan_of_program(config)
+    try:
+        facts = JobFacts(
+            dataset_samples=known.get("dataset_samples"),
+            lengths_digest=known.get("lengths_digest"),
+            parameters=known.get("parameters"),
+            base_rate=None if config.optimizer else (known.get("schedule") or {}).get("base_lr"),
+            branch=branch_in(known),
+        )
+        return Plan.of(config, facts)
+    except PlanError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _with_overrides(
+    old: dict[str, Any], overrides: Sequence[str], config_dir: str | None
+) -> Config:
+    """Return the configuration `old` with the overrides. Raises `ConfigError`."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    check_overrides(overrides)
+    values = literal_container(old)
+    keys = {key_of(text) for text in overrides}
+    with config_errors():
+        for text in sorted(overrides, key=lambda text: "." in key_of(text)):  # groups first
+            [override] = OverridesParser.create().parse_overrides([to_hydra(text)])
+            if override.is_sweep_override() or override.is_delete() or override.package:
+                raise ConfigError(f"resume takes KEY=VALUE, but was given {text}")
+            key, value = override.key_or_group, override.value()
+            if "." in key or not isinstance(value, str) or key == "transport":
+                OmegaConf.update(values, key, value, force_add=True)
+                continue
+            if key not in GROUPS:
+                raise ConfigError(
+                    f"resume cannot take {text}: it changes what is computed; it takes other "
+                    f"values of single keys, and {' or '.join(f'{name}=…' for name in GROUPS)}"
+                )
+            placed = _placement(old, overrides) if key == "cluster" else []
+            line = CommandLine(overrides=(f"{key}={value}", *placed), config_dir=config_dir)
+            chosen = Composer(line).compose().values
+            values[key] = chosen[key]
+            if key == "cluster" and "transport" not in keys and chosen["transport"] != "auto":
+                values.transport = chosen["transport"]
+        if lengths := keys & {*LENGTHS}:
+            # The lengths of the run so far would win over the typed one.
+            for key in {"train.updates", "train.samples"} - lengths:
+                OmegaConf.update(values, key, None)
+        plain = resolve(values)
+    if sentences := unknown_keys(plain):
+        raise ConfigError("\n".join(sentences))
+    return read_config(plain)
+
+
+def _placement(old: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Return the ranks of the run, or those asked for, to which a cluster's file may refer."""
+    of_run = {f"cluster.{name}": old["cluster"][name] for name in PLACES}
+    kept = [f"{key}={json.dumps(value)}".replace('"', "") for key, value in of_run.items()]
+    return [*kept, *(text.lstrip("+") for text in overrides if key_of(text) in of_run)]
+
+
+def changed_inputs(run: RunDir, resumed: Resumption) -> list[str]:
+    """Return what has changed in the code and data of a run since it began, or since a resume
+    accepted what had changed. Nothing counts where no update is done, nor other paths of data that
+    are asked for, nor initial weights: the run has a copy.
+    """
+    if not resumed.done and not is_program(resumed.config.job):
+        return []
+    before = run.read_submission().get(INPUTS) or {}
+    moved = {
+        "train.initial_weights",
+        "train.initial_state",
+        *(change.key for change in resumed.changes),
+    }
+    data = {key: stamp for key, stamp in (before.get("data") or {}).items() if key not in moved}
+    return differences(run, {**before, "data": data}, resumed.config)
+
+
+def refuse_changed(inputs_by_run: Mapping[str, Sequence[str]]) -> None:
+    """Raise `ConfigError` with the changed inputs of each run, by folder."""
+    sentences = [
+        f"{', '.join(changed)} since {run} began" for run, changed in inputs_by_run.items()
+    ]
+    ways = (
+        "the updates so far were computed with the earlier state; to go on all the same, add "
+        "--changed; to compute everything anew, start a new run"
+    )
+    raise ConfigError("\n".join([*sentences, ways]))
+
+
+def labels_of(config: Config) -> dict[str, Any]:
+    """Return the user's labels of the run, for submission.json, which `status` reads."""
+    values = {name: getattr(config.run, name) for name in LABELS}
+    return {name: value for name, value in values.items() if value}
+
+
+def record(run: RunDir, resumed: Resumption, attempt: int, inputs: Sequence[str]) -> None:
+    """Record that a person requested `attempt`, with its overrides; then change config.yaml.
+
+    Args:
+        inputs: of the run that have changed, as `changed_inputs` names them.
+
+    The configuration of the attempts before stays readable in the folder of the last of them. At
+    every moment config.yaml is whole, the old one or the new one.
+    """
+    entry = {
+        "attempt": attempt,
+        "time": time.time(),
+        "command": sys.argv,
+        "folder": str(Path.cwd()),
+        "overrides": list(resumed.overrides),
+        "changes": {c.key: [c.before, c.after] for c in resumed.changes},
+        "changed_inputs": list(inputs),
+    }
+    write_json(run.resumes, {RESUMES: [*run.read_resumes(), entry]})
+    if inputs or resumed.changes or not resumed.done:
+        noted = run.read_submission()
+        now = accepted(noted.get(INPUTS) or {}, resumed.config)
+        write_json(run.submission, {**noted, INPUTS: now})
+    if not resumed.changes:
+        return
+    attempts = run.attempts_made()
+    if attempts and run.attempt(attempts - 1).is_dir():
+        kept = run.attempt(attempts - 1) / run.config.name
+        if not kept.exists():
+            write_atomically(kept, read_text(run.config))
+    run.write_config(to_yaml(resumed.config))
+    write_json(run.plan, resumed.plan.to_json())
+    cluster = cluster_of(resumed.config)
+    noted = {k: v for k, v in run.read_submission().items() if k not in LABELS}
+    write_json(run.submission, {**noted, **labels_of(resumed.config), **cluster.placed})
+    if cluster.attended and run.handle.exists():  # the job that it names is over
+        if attempts:
+            run.handle.rename(run.attempt(attempts - 1) / run.handle.name)
+        else:
+            run.handle.unlink()

@@ -1,0 +1,165 @@
+"""Inputs of a run: the files that it imports, and the data that its arguments name."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from orchestrator.config.composer import compose
+from orchestrator.config.program import ProgramConfig
+from orchestrator.rundir.files import write_json
+from orchestrator.rundir.folder import RunDir
+from orchestrator.runs import inputs
+from orchestrator.runs.inputs import imported_files, inputs_of
+from tests import helpers
+
+FILES = {
+    "train.py": "import helper\nfrom package import one, CONSTANT\n",
+    "helper.py": "import numpy, orchestrator, json\ndef later():\n    import inner.deep\n",
+    "package/__init__.py": "CONSTANT = 1\n",
+    "package/one.py": "from . import two\nfrom .two import name\n",
+    "package/two.py": "name = 2\n",
+    "package/unused.py": "",
+    "inner/deep.py": "",
+    "unused.py": "import train\n",
+    "broken.py": "def (",
+    "plugins.py": "import importlib\nimportlib.import_module(input())\n",
+    "run.sh": "python train.py\n",
+}
+IMPORTED = ["helper.py", "inner/deep.py", "package/__init__.py", "package/one.py", "package/two.py"]
+PYTHON = sorted(name for name in FILES if name.endswith(".py"))
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch):
+    for name, text in FILES.items():
+        path = tmp_path / "source" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.chdir(tmp_path / "source")
+    return tmp_path / "source"
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        (ProgramConfig(command=("train.py",)), [*IMPORTED, "train.py"]),
+        (ProgramConfig(command=("-m", "train")), [*IMPORTED, "train.py"]),
+        ("package.one.Job", IMPORTED[2:]),
+        ("package.Job", ["package/__init__.py"]),
+        (ProgramConfig(command=("plugins.py",)), PYTHON),
+        (ProgramConfig(command=("run.sh",)), [*PYTHON, "run.sh"]),
+        (ProgramConfig(command=("ls",)), []),
+    ],
+)
+def test_the_code_is_what_is_imported_or_everything_where_that_is_unknown(
+    source, monkeypatch, target, expected
+):
+    if target != ProgramConfig(command=("train.py",)):  # whose own folder Python searches anyway
+        monkeypatch.syspath_prepend(source)
+    found = [str(path.relative_to(source)) for path in imported_files(target)]
+    assert found == sorted(expected)
+
+
+JOB = """
+import numpy as np
+from tests.light_job import Light
+from scale import SCALE
+
+class Mine(Light):
+    def __init__(self, data="numbers.txt", width=4):
+        super().__init__(width=width)
+        self.scale = float(np.loadtxt(data)) * SCALE
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A folder with a job of a user's own."""
+    folder = tmp_path / "own"
+    folder.mkdir()
+    (folder / "mine.py").write_text(JOB)
+    (folder / "scale.py").write_text("SCALE = 1\n")
+    (folder / "numbers.txt").write_text("1")
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    return folder
+
+
+def test_what_has_changed_is_named(own):
+    config = compose(["job._target_=mine.Mine"])
+    before = json.loads(json.dumps(inputs_of(config)))
+    run = RunDir(own / "run")
+    run.create()
+    write_json(run.submission, {"time": time.time()})
+
+    def differences():
+        return inputs.differences(run, before, config)
+
+    assert differences() == []
+    (own / "unrelated.py").write_text("import mine\n")
+    assert differences() == []
+    (own / "mine.py").write_text(JOB.replace("width=4", "width=5"))
+    (own / "numbers.txt").write_text("22")
+    (own / "scale.py").unlink()
+    assert differences() == [
+        "mine.py has changed",
+        "scale.py is gone",
+        "files of job.data have changed",
+    ]
+    run.result.touch()  # during the run: it may have written the data itself
+    assert differences() == ["mine.py has changed", "scale.py is gone"]
+    os.utime(own / "numbers.txt", (1, 1))  # replaced by an older file
+    assert "files of job.data have changed" in differences()
+    given = compose(["job._target_=mine.Mine", "job.data=other.txt"])
+    assert "job.data" not in inputs_of(given)["data"], "it does not exist yet"
+
+
+def launch(folder, *more):
+    return helpers.call(
+        "job._target_=mine.Mine",
+        "train.updates=2",
+        "cluster.ranks_per_node=1",
+        f"run.dir={folder}",
+        "tracker=none",
+        *more,
+        cwd=Path.cwd(),
+    )
+
+
+def test_a_resume_refuses_what_has_changed_unless_that_is_accepted(own):
+    launch("first")
+    longer = ("resume", "first", "train.updates=4")
+    (own / "mine.py").write_text(JOB.replace("width=4", "width=5"))
+    (own / "numbers.txt").write_text("22")
+    refused = helpers.verb(*longer, cwd=own, code=2)
+    assert "mine.py has changed, files of job.data have changed since" in refused.stderr
+    assert "--changed" in refused.stderr
+    assert "going on after" not in refused.stdout, "which it does not"
+    (own / "mine.py").write_text(JOB + "# more\n")
+    done = helpers.verb(*longer, "--changed", cwd=own, code=0)
+    assert "mine.py has changed since the run began; going on all the same" in done.stdout
+    assert RunDir(own / "first").read_resumes()[-1]["changed_inputs"]
+    last = helpers.verb("resume", "first", "train.updates=6", cwd=own)
+    assert last.returncode == 0, "what was accepted is no change any more"
+    (own / "scale.py").write_text("SCALE = 2\n")
+    launch("second", "train.updates=6")
+    output = helpers.verb("compare", "first", "second", cwd=own).stdout
+    assert "scale.py differs" in output
+    assert "mine.py" not in output
+
+
+def test_a_sweep_replaces_finished_points_only_if_what_has_changed_is_accepted(own):
+    sweep = ("-m", "train.seed=1,2")
+    launch("sweep", *sweep)
+    before = {path: path.stat().st_mtime_ns for path in own.glob("sweep/*/result.json")}
+    assert len(before) == 2
+    (own / "scale.py").write_text("SCALE = 2\n")
+    refused = launch("sweep", *sweep)
+    assert refused.returncode == 2
+    assert "all points: finished, and changed: scale.py has changed\n--changed" in refused.stderr
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    launch("sweep", *sweep, "--changed")
+    assert all(path.stat().st_mtime_ns != then for path, then in before.items())

@@ -1,0 +1,291 @@
+"""A search that was killed, wherever that was, ends as if nothing had been: laws in one process.
+
+Trials end at once here, in real folders and a real journal; whole ones are in `test_whole.py`.
+"""
+
+import json
+import shutil
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from optuna.storages.journal import JournalFileBackend
+from rich.console import Console
+
+from orchestrator.errors import ConfigError, RunFolderError
+from orchestrator.rundir.files import write_json
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.lock import locked
+from orchestrator.runs.follow import OutputOptions
+from tests.search.helpers import AtOnce, line_of, loss_of, run_to_end, search_of
+
+MANY = 8
+
+
+class Killed(BaseException):
+    """As by kill -9: nothing that follows in this start is done."""
+
+
+@pytest.fixture
+def killed_at(monkeypatch):
+    """Kill the search while it writes the n-th record of its journal, torn in its middle."""
+    write = JournalFileBackend.append_logs
+    left = [None]
+
+    def torn(self, logs):
+        if left[0] == 0:
+            write(self, logs)
+            path = Path(self._file_path)
+            content = path.read_bytes()
+            begin = content.rfind(b"\n", 0, -1) + 1
+            path.write_bytes(content[: (begin + len(content)) // 2])
+            raise Killed
+        if left[0] is not None:
+            left[0] -= 1
+        write(self, logs)
+
+    monkeypatch.setattr(JournalFileBackend, "append_logs", torn)
+
+    def after(count):
+        left[0] = count
+
+    return after
+
+
+def outcomes(table):
+    return [(trial["point"], trial["state"], trial["value"]) for trial in table["trials"]]
+
+
+def test_a_search_killed_at_any_record_runs_no_trial_twice_and_ends_the_same(tmp_path, killed_at):
+    line = line_of(tmp_path / "found", f"sweep.trials={MANY}", "sweep.seed=3")
+    search = search_of(*line)
+    whole = run_to_end(search)
+    assert {state for _, state, _ in outcomes(whole)} == {"complete", "failed"}
+    shutil.rmtree(tmp_path / "found")
+    trial_runs, kills = AtOnce(), 0
+    for records in (0, 1, 2, 3, 1, 0, 2, 4, 1, 3):
+        killed_at(records)
+        trial_runs.running.clear()
+        try:
+            run_to_end(search, trial_runs)
+        except Killed:
+            kills += 1
+    killed_at(None)
+    trial_runs.running.clear()
+    assert outcomes(run_to_end(search, trial_runs)) == outcomes(whole)
+    assert kills >= 8
+    finished = [n for n, (_, state, _) in enumerate(outcomes(whole)) if state == "complete"]
+    for number in finished:
+        run = RunDir(tmp_path / "found" / str(number))
+        assert trial_runs.began.count(run.path) in range(1, 2 + kills)
+        assert run.read_result()["state"] == "finished"
+    assert len(list((tmp_path / "found").glob("[0-9]*"))) == len({*trial_runs.began})
+
+
+def test_more_trials_are_those_of_a_search_that_asked_for_as_many_at_once(tmp_path):
+    few = search_of(*line_of(tmp_path / "found", "sweep.trials=4"))
+    many = search_of(*line_of(tmp_path / "found", "sweep.trials=12"))  # two by earlier results
+    run_to_end(few)
+    trial_runs = AtOnce()
+    grown = run_to_end(many, trial_runs)
+    assert len(trial_runs.began) == 12 - 4
+    shutil.rmtree(tmp_path / "found")
+    assert outcomes(run_to_end(many)) == outcomes(grown)
+
+
+def test_values_are_those_of_the_runs_and_the_best_is_the_smallest(tmp_path):
+    for direction, best in (("minimize", min), ("maximize", max)):
+        found = run_to_end(
+            search_of(
+                *line_of(tmp_path / direction, "sweep.trials=6", f"sweep.direction={direction}")
+            )
+        )
+        values = {}
+        for trial in found["trials"]:
+            lr, k = (float(word.partition("=")[2]) for word in trial["point"])
+            values[trial["number"]] = loss_of(lr, int(k))
+            assert trial["value"] == values[trial["number"]]
+        known = {number: value for number, value in values.items() if value is not None}
+        assert known[found["best"]] == best(known.values())
+
+
+def test_a_trial_whose_room_is_gone_at_the_last_moment_waits_for_it(tmp_path):
+    class Shrinking(AtOnce):
+        refused = 0
+
+        def start(self, task):
+            if len(self.running) == 2 and self.refused < 3:
+                self.refused += 1
+                return False
+            return super().start(task)
+
+    trial_runs = Shrinking(most=3)
+    found = run_to_end(search_of(*line_of(tmp_path / "found", "sweep.trials=7")), trial_runs)
+    assert trial_runs.refused == 3
+    assert [path.name for path in trial_runs.began] == [str(number) for number in range(7)]
+    assert {trial["state"] for trial in found["trials"]} <= {"complete", "failed"}
+
+
+def test_a_grid_is_tried_whole_and_a_point_that_is_drawn_again_is_not_run_again(tmp_path):
+    script = line_of(tmp_path / "grid")[-2:]
+    space = (
+        "job.arguments.lr=0.1,0.2",
+        "job.arguments.k=1,3",
+        "cluster.nodes=1",
+        "cluster.ranks_per_node=1",
+        "tracker=none",
+    )
+    grid = run_to_end(search_of(*space, "sweep.search=grid", f"run.dir={tmp_path}/grid", *script))
+    points = [tuple(trial["point"]) for trial in grid["trials"]]
+    assert points == [
+        (f"job.arguments.lr={lr}", f"job.arguments.k={k}") for lr in (0.1, 0.2) for k in (1, 3)
+    ]
+    trial_runs = AtOnce()
+    drawn = ("sweep.search=random", "sweep.trials=12", f"run.dir={tmp_path}/drawn")
+    again = run_to_end(search_of(*space, *drawn, *script), trial_runs)
+    assert len(trial_runs.began) == len({tuple(trial["point"]) for trial in again["trials"]}) <= 4
+    assert len(again["trials"]) == 12
+    repeated = [trial for trial in again["trials"] if trial["state"] == "pruned"]
+    assert len(repeated) == 12 - len(trial_runs.began)
+    assert all(trial["why"].startswith("the same as trial") for trial in repeated)
+
+
+def test_another_search_is_refused_in_the_same_folder(tmp_path):
+    line = line_of(tmp_path / "found", "sweep.trials=2")
+    run_to_end(search_of(*line))
+    for other, why in (
+        ("sweep.seed=1", "sweep.seed is not what it was"),
+        ("job.arguments.pause=9", "job.arguments.pause is not what it was"),
+        ("sweep.trials=1", "2 trials already"),
+        ("job.arguments.lr=interval(0,2)", "job.arguments.lr is not what it was"),
+        ("++job.arguments.lr=0.5", r"\(job.arguments.lr is not what it was\)"),
+    ):
+        key = other.partition("=")[0].lstrip("+")
+        kept = [text for text in line if text.partition("=")[0] != key]
+        with pytest.raises(ConfigError, match=why):
+            run_to_end(search_of(*kept[:-2], other, *kept[-2:]))
+
+
+def test_a_resume_warns_of_trials_in_progress_that_cannot_take_what_is_given(tmp_path):
+    class Left(AtOnce):
+        def follow(self, task):
+            self.running.append(task)
+
+        def wait(self):
+            raise Killed
+
+    folder = tmp_path / "found"
+    search = search_of(*line_of(folder, "sweep.trials=2"))
+    with pytest.raises(Killed):
+        run_to_end(search, Left())
+    console = Console(record=True, file=StringIO(), width=300)
+    given, output = ["cluster.heartbeat_timeout_s=9"], OutputOptions(console=console)
+    with locked(RunDir(folder / "0")), pytest.raises(Killed):
+        run_to_end(search, Left(), given, output)
+    warning = f"warning: trial 0 of {folder} cannot take {given[0]} while in progress"
+    assert warning in console.export_text()
+
+
+def test_a_search_anew_puts_the_old_one_aside_and_other_code_is_refused(tmp_path):
+    line = line_of(tmp_path / "found", "sweep.trials=2")
+    first = run_to_end(search_of(*line))
+    (tmp_path / "found" / "0" / "start.py").write_text("")  # among the sources, and none of them
+    assert outcomes(run_to_end(search_of(*line))) == outcomes(first)
+    script = tmp_path / "program.py"
+    script.write_text(script.read_text().replace("0.3", "0.4"))
+    with pytest.raises(ConfigError, match=r"trials 0-1 of .*changed: .*program.py has changed"):
+        run_to_end(search_of(*line))
+    anew = run_to_end(search_of(*line[:-2], "sweep.force=true", *line[-2:]))
+    assert outcomes(anew) == outcomes(first), "the same points"
+    aside = tmp_path / "found" / ".replaced" / "search-0"
+    assert {path.name for path in aside.iterdir()} == {"0", "1", "search.json", "search.journal"}
+
+
+def test_a_trial_without_the_figure_is_one_that_failed_where_others_have_it(tmp_path):
+    class Mute(AtOnce):
+        def __init__(self):
+            super().__init__()
+            self.left = [True, False, True]  # whether the next that finishes has measured nothing
+
+        def wait(self):
+            [ended] = super().wait()
+            run = ended.task.run
+            found = run.read_result()
+            if found["state"] == "finished" and self.left and self.left.pop(0):
+                write_json(run.result, found | {"loss": None})
+            return [ended]
+
+    search = search_of(*line_of(tmp_path / "found", f"sweep.trials={MANY}", "sweep.seed=1"))
+    trial_runs = Mute()
+    with pytest.raises(ConfigError, match=r"measured no such figure; .* the same line goes on"):
+        run_to_end(search, trial_runs)
+    trial_runs.running.clear()
+    found = run_to_end(search, trial_runs)["trials"]
+    assert len([trial for trial in found if "no such figure" in (trial["why"] or "")]) == 2
+    assert [trial["state"] for trial in found].count("complete") >= 2
+
+
+class Judged(AtOnce):
+    """Runs that are judged by their first update before they end. A stop comes too late for `late`;
+    the search is killed when it has asked for one of `killed`.
+    """
+
+    def __init__(self, late, killed=()):
+        super().__init__()
+        self.late, self.killed, self.looked = late, killed, False
+
+    def start(self, task):
+        loss = loss_of(task.point.config.job["arguments"]["lr"], 1)
+        started = super().start(task)
+        task.run.metrics.write_text(json.dumps({"update": 0, "loss": loss}) + "\n")
+        return started
+
+    def wait(self):
+        self.looked = not self.looked
+        if self.looked:
+            return []
+        [ended] = super().wait()
+        run = ended.task.run
+        if run.path in self.stopped and run.path.name not in self.late:
+            write_json(run.result, run.read_result() | {"state": "stopped"})
+        if run.path in self.stopped and run.path.name in self.killed:
+            raise Killed
+        return [ended]
+
+
+def test_a_trial_that_ends_before_it_can_be_pruned_has_its_value(tmp_path):
+    script = line_of(tmp_path / "found")[-2:]
+    line = (
+        "job.arguments.lr=0.3,0.31,0.32,0.33,0.34,5,6,7,8",
+        "job.arguments.k=1",
+        "cluster.nodes=1",
+        "cluster.ranks_per_node=1",
+        "tracker=none",
+        "sweep.search=grid",
+        "sweep.prune=median",
+        f"run.dir={tmp_path}/found",
+        *script,
+    )
+    for killed in ("7", "8"):
+        with pytest.raises(Killed):
+            run_to_end(search_of(*line), Judged(late=("5", "8"), killed=(killed,)))
+    runs = Judged(late=())
+    trials = run_to_end(search_of(*line), runs)["trials"]
+    states = ["complete"] * 5 + ["complete", "pruned", "pruned", "complete"]
+    assert [trial["state"] for trial in trials] == states
+    assert [trial["value"] for trial in trials][5::3] == [loss_of(5, 1), loss_of(8, 1)]
+    assert [trial["why"] is None for trial in trials] == [state == "complete" for state in states]
+    assert not runs.began
+
+
+def test_a_damaged_journal_and_a_folder_of_other_runs_are_refused(tmp_path):
+    line = line_of(tmp_path / "found", "sweep.trials=2")
+    run_to_end(search_of(*line))
+    journal = tmp_path / "found" / "search.journal"
+    first, *rest = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join([first[:-9] + "\n", *rest]))
+    with pytest.raises(RunFolderError, match=r"search\.journal is damaged"):
+        run_to_end(search_of(*line))
+    journal.unlink()
+    with pytest.raises(ConfigError, match="no trials of a search"):
+        run_to_end(search_of(*line))
