@@ -49,7 +49,7 @@ test: style  ## lint, types, import directions and every test
 
 test-quick: setup  ## the tests of the inner loop: no SLURM, no MindSpore, no whole runs
 	@echo "== pytest, three files at a time"
-	@$(BIN)/python -m pytest $(addprefix --ignore=tests/,slurm engine/mindspore end_to_end docs) -n 3 --dist loadfile
+	@$(BIN)/python -m pytest --phase=quick -n 3 --dist loadfile
 
 lint: style  ## the same, and pyright
 	@echo "== pyright"

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 
 from tests import helpers
 from tests.full_disk import Disk
-from tests.order import place_of
+from tests.phases import PHASES, is_of_phase
 
 ROOT = Path(__file__).parent
 NO_MINDSPORE = sys.version_info >= (3, 13)  # there is no build for Python 3.13 yet
@@ -27,6 +27,10 @@ collect_ignore_glob = (
 
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--phase", choices=PHASES, help="only tests of this phase: tests/phases.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -41,16 +45,22 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leave out modules without tests and examples: each worker would import them at its start."""
-    path = collection_path
-    if path.suffix != ".py" or path.name.startswith("test_") or ROOT not in path.parents:
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out modules of other phases, and those without tests and examples: each worker would
+    import them at its start.
+    """
+    path, phase = collection_path, config.getoption("--phase")
+    if path.suffix != ".py" or ROOT not in path.parents:
+        return None
+    if phase is not None and not is_of_phase(path, phase):
+        return True
+    if path.name.startswith("test_"):
         return None
     return True if ">>> " not in path.read_text("utf-8") else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: place_of(item.nodeid))
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 def _end_what_it_starts() -> Iterator[None]:

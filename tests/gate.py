@@ -1,7 +1,7 @@
 """`make test`: pyright and every test on two cores (`python -m tests.gate`).
 
 tests/slurm waits half of its time and measures times, so it runs first. Next to it, at the lowest
-priority, only tests run that measure none (`tests.order.CALM`). The other whole runs follow.
+priority, only tests run that measure none (`tests/phases.py`). The other whole runs follow.
 
 Each command has a session of its own: neither Ctrl-C nor the end of the terminal reaches it but
 through this process, so `nohup make test` works (the tests need signals that are not ignored).
@@ -17,21 +17,16 @@ import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from tests.order import CALM
-
 ROOT = Path(__file__).resolve().parent.parent
 # pytest never ends where it may replace a worker that has died.
 PYTEST = (sys.executable, "-m", "pytest", "--dist", "loadfile", "--max-worker-restart=0")
-SLURM = (*PYTEST, "-n", "2", "tests/slurm")
-WHOLE_RUNS = (
-    *(*PYTEST, "-n", "3", "tests", "--ignore=tests/slurm"),
-    *(f"--ignore={path}" for path in CALM),
-)
+SLURM = (*PYTEST, "-n", "2", "--phase=slurm", "tests")
+WHOLE_RUNS = (*PYTEST, "-n", "3", "--phase=whole_runs", "tests")
 LIMIT_S = 2 * 60 * 60  # half of a core each takes an hour
 NICE = ("nice", "-n", "19")
 PYRIGHT = (*NICE, sys.executable, "-m", "pyright", "--pythonpath", sys.executable)
 # At this priority a test may stand still for a while, so its limit is longer.
-OTHERS = (*NICE, *PYTEST, "-n", "2", "--timeout=1200", *CALM, "orchestrator")
+OTHERS = (*NICE, *PYTEST, "-n", "2", "--timeout=1200", "--phase=others")
 # Hydra 1.4 with OmegaConf 2.4, next to the pinned versions (Makefile).
 HYDRA_NEXT = (
     *NICE,
@@ -56,8 +51,8 @@ def main() -> int:
         pyright = _start(stack, "pyright", PYRIGHT, output)
         others = _start(stack, "all other tests", OTHERS, output)
         hydra_next = _start(stack, "Hydra 1.4's", HYDRA_NEXT, output)
-        _say("tests/slurm, two workers")
-        failed = [_start(stack, "tests/slurm", SLURM).wait()]
+        _say("tests on SLURM, two workers")
+        failed = [_start(stack, "tests on SLURM", SLURM).wait()]
         _say("whole runs, three workers")
         failed += [_start(stack, "whole runs", WHOLE_RUNS).wait()]
         failed += [pyright.wait(), others.wait(), hydra_next.wait()]

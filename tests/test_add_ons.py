@@ -7,6 +7,8 @@ import pytest
 
 from tests.helpers import LIGHT, ROOT, TINY, call, verb
 
+pytestmark = pytest.mark.whole_runs
+
 ADD_ONS = {
     # name: its command, if it has one; a setting that needs it; the key that the refusal names
     "replay": ("replay", ["run.callbacks=[replay]"], "run.callbacks=replay"),

@@ -5,6 +5,10 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.whole_runs
+
 ROOT = Path(__file__).parents[1]
 
 

@@ -8,6 +8,8 @@ import pytest
 
 from tests import helpers, warm
 
+pytestmark = pytest.mark.whole_runs
+
 ASKED = {
     "a plan": ("orchestrator", ("plan", helpers.TINY, "train.updates=2", "--json")),
     "a refusal": ("orchestrator.launch", ("job=digitz",)),

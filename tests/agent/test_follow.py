@@ -14,6 +14,8 @@ from orchestrator.agent.workers import STOP_SIGNALS
 from orchestrator.engine.common.rendezvous import listen
 from tests.agent.specs import node_spec
 
+pytestmark = pytest.mark.whole_runs
+
 
 @pytest.fixture
 def agent(begun):

@@ -12,6 +12,8 @@ from orchestrator.agent.processes import processor_s
 from orchestrator.engine.common import waiting
 from tests.helpers import until
 
+pytestmark = pytest.mark.whole_runs
+
 LIMITS = Limits(notice_s=10.0, latest_s=30.0, hang_s=60.0)
 
 

@@ -11,6 +11,8 @@ from orchestrator.agent.liveness import AwakeClock, WorkerLiveness
 from orchestrator.agent.processes import state_of
 from tests.helpers import until
 
+pytestmark = pytest.mark.whole_runs
+
 
 @pytest.fixture
 def child():

@@ -13,6 +13,8 @@ import pytest
 from tests import helpers
 from tests.helpers import LIGHT, SMALL, TINY, environment, until
 
+pytestmark = [pytest.mark.whole_runs, pytest.mark.long]
+
 
 @pytest.fixture
 def hanging(tmp_path):

@@ -12,6 +12,8 @@ from orchestrator.notify import Notifier, messages
 from orchestrator.rundir.files import write_json
 from tests.helpers import environment, until
 
+pytestmark = pytest.mark.whole_runs
+
 NODE = {
     "SLURM_JOB_NUM_NODES": "1",
     "SLURM_NTASKS": "2",

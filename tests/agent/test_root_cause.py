@@ -6,6 +6,8 @@ from orchestrator.agent.liveness import RankPosition
 from orchestrator.agent.root_cause import TAIL_BYTES, AbnormalEnd, Straggler, find_root_cause, tail
 from tests.run_folders import write_failure
 
+pytestmark = pytest.mark.whole_runs
+
 
 def ended(node, rank, status, time=0.0, why=""):
     index = int(node.removeprefix("node"))

@@ -24,6 +24,8 @@ from orchestrator.errors import UsageError
 from orchestrator.rundir.folder import RunDir
 from tests.helpers import environment
 
+pytestmark = pytest.mark.whole_runs
+
 ENVIRONMENT = {
     "SLURM_PROCID": "3",
     "SLURM_NTASKS": "4",

@@ -20,6 +20,8 @@ from orchestrator.rundir.folder import RunDir
 from tests.agent.specs import node_spec
 from tests.helpers import environment, until
 
+pytestmark = pytest.mark.whole_runs
+
 NODE = """
 import json, os, random, resource, selectors, signal, sys, time
 from pathlib import Path

@@ -13,6 +13,8 @@ from orchestrator.errors import ConfigError
 from orchestrator.runs.follow import OutputOptions
 from tests.helpers import ROOT, begin_anew, until, verb
 
+pytestmark = pytest.mark.long
+
 ALONE = "cluster.ranks_per_node=1"  # where more than one would prove no more
 LOOP = str(Path(__file__).with_name("loop.py"))
 SCRIPT = """\

@@ -7,6 +7,8 @@ import pytest
 from tests.docs.scripts import script
 from tests.helpers import verb
 
+pytestmark = pytest.mark.long
+
 DATA = """\
 import os, sys, torch
 from torch import nn

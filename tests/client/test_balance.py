@@ -15,7 +15,10 @@ from orchestrator.errors import JobError
 from orchestrator.plan.window import planner_of
 from tests.plan.stated import make_plan
 
-pytestmark = pytest.mark.filterwarnings("ignore:it works at")  # in threads
+pytestmark = [
+    pytest.mark.whole_runs,
+    pytest.mark.filterwarnings("ignore:it works at"),  # in threads
+]
 
 AHEAD = 3
 PLAN = {"nodes": 1, "dataset_samples": 960, "global_batch": 48, "steps": 4, "updates": 80}

@@ -7,6 +7,8 @@ import pytest
 from tests import helpers
 from tests.programs import ENDS, script
 
+pytestmark = pytest.mark.long
+
 TRAIN = f"""\
 import os, sys, torch
 from torch import nn

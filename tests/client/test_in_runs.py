@@ -3,8 +3,12 @@
 import json
 import re
 
+import pytest
+
 from tests import helpers, warm
 from tests.programs import script
+
+pytestmark = [pytest.mark.whole_runs, pytest.mark.long]
 
 LOOP = """\
 import hashlib, os, time, torch, torch.distributed as dist

@@ -39,6 +39,8 @@ from orchestrator.rundir.warnings import read_warnings
 from tests.agent.specs import node_spec
 from tests.helpers import environment, until
 
+pytestmark = pytest.mark.whole_runs
+
 IMPORT = """
 import sys, time
 before = time.process_time()

@@ -30,6 +30,8 @@ from orchestrator.testing.processes import run_ranks
 from tests.engine.torch.jobs import numbers_of, sgd_accumulator
 from tests.run_folders import make_run, record
 
+pytestmark = pytest.mark.whole_runs
+
 SAMPLES = 53
 X = torch.randn(SAMPLES, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 Y = X[:, :3].argmax(1)

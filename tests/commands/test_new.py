@@ -12,6 +12,8 @@ from tests.docs.printed import typed
 from tests.docs.scripts import page_text
 from tests.helpers import await_exit, begin, call, environment, until, verb
 
+pytestmark = pytest.mark.long
+
 
 def _short(script):
     """The same with one epoch, and a second after the resume."""

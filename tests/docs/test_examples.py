@@ -19,6 +19,8 @@ from tests.docs.printed import ROOT, blocks, typed
 from tests.docs.scripts import page_text, script
 from tests.helpers import call, result, verb
 
+pytestmark = pytest.mark.long
+
 LENGTHS = (20, 7, 33, 12, 25, 3)
 
 

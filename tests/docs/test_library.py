@@ -16,6 +16,8 @@ from tests import warm
 from tests.docs.scripts import ranks, script, torchrun
 from tests.helpers import environment
 
+pytestmark = pytest.mark.long
+
 
 def big_batch(model, samples, part, clip_norm=float("inf")):
     """(mean loss, norm of the gradient of `part`) of five updates."""

@@ -9,6 +9,8 @@ from orchestrator.errors import DataError
 from tests import helpers
 from tests.helpers import SMALL
 
+pytestmark = pytest.mark.whole_runs
+
 
 @pytest.fixture
 def digits(tmp_path):

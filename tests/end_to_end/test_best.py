@@ -14,6 +14,8 @@ from orchestrator.rundir.metrics import read_metrics
 from tests.helpers import await_exit, begin, call, rank_pid, result, verb
 from tests.hold import Hold
 
+pytestmark = pytest.mark.whole_runs
+
 CURVE = "job._target_=tests.curve_job.Curve"
 COMMON = (
     CURVE,

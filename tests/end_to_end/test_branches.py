@@ -10,6 +10,8 @@ import pytest
 from tests.helpers import TINY, await_exit, call, compare, rank_pid, records, result, verb
 from tests.hold import begin_held
 
+pytestmark = pytest.mark.whole_runs
+
 LEAVES = (
     TINY,
     "accumulation.reduction=reproducible",

@@ -9,6 +9,8 @@ import pytest
 from tests.helpers import await_exit, call, rank_pid, records, result, verb
 from tests.hold import begin_held
 
+pytestmark = pytest.mark.whole_runs
+
 JOBS = "job._target_=tests."
 COMMON = (
     "cluster.nodes=1",

@@ -6,6 +6,8 @@ import pytest
 
 from tests.helpers import SMALL, TINY, call, result, verb
 
+pytestmark = pytest.mark.whole_runs
+
 SHAPE = (
     TINY,
     SMALL,

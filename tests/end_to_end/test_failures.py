@@ -10,6 +10,8 @@ from tests import helpers
 from tests.helpers import SMALL, TINY
 from tests.hold import begin_held, request_stop
 
+pytestmark = [pytest.mark.whole_runs, pytest.mark.long]
+
 SLOW = (
     TINY,
     "job.pause_s=0.05",

@@ -3,9 +3,13 @@
 import re
 import subprocess
 
+import pytest
+
 from tests import helpers
 from tests.helpers import SMALL, TINY
 from tests.hold import Hold
+
+pytestmark = pytest.mark.whole_runs
 
 LONG = (
     TINY,

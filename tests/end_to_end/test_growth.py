@@ -15,6 +15,8 @@ from tests import helpers
 from tests.helpers import TINY
 from tests.hold import Hold
 
+pytestmark = [pytest.mark.whole_runs, pytest.mark.long]
+
 RUN = (
     TINY,
     "job.dropout=0.2",

@@ -9,6 +9,8 @@ import pytest
 from tests import helpers
 from tests.hold import begin_held
 
+pytestmark = pytest.mark.whole_runs
+
 RUN = (
     "job._target_=tests.tiny_job.HeldOut",
     "job.dropout=0.2",

@@ -9,6 +9,8 @@ import pytest
 from tests import helpers
 from tests.helpers import SMALL
 
+pytestmark = [pytest.mark.whole_runs, pytest.mark.long]
+
 LIVELY = "job._target_=tests.tiny_job.Lively"
 COMMON = (
     "tracker=none",

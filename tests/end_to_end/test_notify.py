@@ -12,6 +12,8 @@ from orchestrator.errors import ConfigError
 from orchestrator.runs.start import prepare
 from tests.helpers import LIGHT, SMALL, call, until, verb
 
+pytestmark = pytest.mark.whole_runs
+
 TWO = (LIGHT, SMALL, "train.updates=2", "-q")
 
 

@@ -36,6 +36,8 @@ from tests.hold import Hold, request_stop
 from tests.light_job import Light
 from tests.run_folders import maker, record
 
+pytestmark = pytest.mark.whole_runs
+
 SHORT = ("train.updates=12", "accumulation.global_batch=24", "accumulation.steps=2", SMALL)
 
 

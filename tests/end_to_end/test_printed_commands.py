@@ -30,6 +30,8 @@ from tests.docs.printed import PROGRAMS, ROOT, SLURMS, inline, python_blocks, sh
 from tests.helpers import begin, call, records, until
 from tests.hold import Hold
 
+pytestmark = [pytest.mark.whole_runs, pytest.mark.long]
+
 SHORT = ("train.epochs=null", "train.samples=null", "train.updates=2", "train.evaluate_every=0")
 add_commands([])
 VERBS = typer.main.get_command(app).commands

@@ -13,6 +13,8 @@ from orchestrator.config.program import with_newest_files
 from tests import helpers
 from tests.programs import ENDS, LOOP, QUICK, TORCH, WAITS, script
 
+pytestmark = [pytest.mark.whole_runs, pytest.mark.long]
+
 FOUR = ("cluster.nodes=2", "cluster.ranks_per_node=2")
 
 

@@ -16,6 +16,8 @@ from tests.helpers import SMALL, TINY
 from tests.hold import begin_held
 from tests.tiny_job import Tiny
 
+pytestmark = [pytest.mark.whole_runs, pytest.mark.long]
+
 FEW = (
     TINY,
     SMALL,

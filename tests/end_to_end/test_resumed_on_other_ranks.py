@@ -13,6 +13,8 @@ from orchestrator.rundir.files import read_json, write_json
 from tests.helpers import SMALL, TINY, await_exit, call, rank_pid, records, result, verb
 from tests.hold import begin_held
 
+pytestmark = pytest.mark.whole_runs
+
 LEAVES = (
     "accumulation.reduction=reproducible",
     "accumulation.micro_batch=8",

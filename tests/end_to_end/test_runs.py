@@ -6,9 +6,13 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 from orchestrator import launch
 from tests import helpers
 from tests.helpers import TINY
+
+pytestmark = [pytest.mark.whole_runs, pytest.mark.long]
 
 
 def test_a_run_does_as_planned_and_says_so(run, capsys):

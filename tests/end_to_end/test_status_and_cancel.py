@@ -13,6 +13,8 @@ from orchestrator.rundir.outcome import Culprit, State, write_result
 from tests.helpers import LIGHT, SMALL, begin, begin_anew, command, environment, result, until, verb
 from tests.run_folders import make_run
 
+pytestmark = pytest.mark.whole_runs
+
 
 def found(run):
     return json.loads(verb("status", run, "--json").stdout)[0]

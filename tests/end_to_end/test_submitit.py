@@ -25,6 +25,8 @@ from orchestrator.submitit_plugin import VARIABLE, OrchestratorExecutor, _is_fol
 from tests.agent.specs import node_spec
 from tests.helpers import environment, verb
 
+pytestmark = [pytest.mark.whole_runs, pytest.mark.long]
+
 
 @pytest.fixture(autouse=True)
 def plugins_by_this_environment():

@@ -15,6 +15,8 @@ from tests import helpers
 from tests.helpers import TINY
 from tests.hold import begin_held
 
+pytestmark = pytest.mark.whole_runs
+
 RUN = (
     TINY,
     "job.dropout=0.2",

@@ -3,12 +3,15 @@
 import json
 import os
 
+import pytest
 import torch
 
 from orchestrator import Loss
 from orchestrator.rundir.warnings import warn
 from tests.helpers import LIGHT, SMALL, call
 from tests.tiny_job import Tiny
+
+pytestmark = pytest.mark.whole_runs
 
 WARNING = "job._target_=tests.end_to_end.test_warnings.Warns"
 

@@ -8,6 +8,8 @@ import pytest
 
 from tests.helpers import ROOT, environment
 
+pytestmark = pytest.mark.whole_runs
+
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):

@@ -9,6 +9,8 @@ from orchestrator.rundir.files import read_json, write_json
 from tests.helpers import await_exit, call, compare, rank_pid, records, result, verb
 from tests.hold import begin_held
 
+pytestmark = pytest.mark.whole_runs
+
 SIZED = "job._target_=tests.tiny_job.Sized"
 BY_COST = (
     "accumulation.micro_tokens=40",

@@ -14,6 +14,8 @@ from orchestrator.rundir.files import write_json
 from tests.helpers import call, verb
 from tests.run_folders import record
 
+pytestmark = pytest.mark.whole_runs
+
 COMMON = (
     "train.evaluate_every=0",
     "train.checkpoint_every=3",

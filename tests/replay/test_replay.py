@@ -25,6 +25,8 @@ from tests.helpers import (
 )
 from tests.hold import begin_held, request_stop
 
+pytestmark = [pytest.mark.whole_runs, pytest.mark.long]
+
 COMMON = (
     "train.evaluate_every=4",
     "train.checkpoint_every=3",

@@ -19,6 +19,8 @@ from orchestrator.rundir.lock import locked
 from orchestrator.runs.follow import OutputOptions
 from tests.search.helpers import AtOnce, line_of, loss_of, run_to_end, search_of
 
+pytestmark = pytest.mark.whole_runs
+
 MANY = 8
 
 

@@ -14,6 +14,8 @@ from orchestrator.search.space import space_of
 from tests.helpers import TINY
 from tests.search.helpers import search_of
 
+pytestmark = pytest.mark.whole_runs
+
 
 def space(*texts):
     return space_of(OverridesParser.create(config_loader=Loader(None)).parse_overrides([*texts]))

@@ -3,11 +3,15 @@
 import json
 import signal
 
+import pytest
+
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import is_locked
 from orchestrator.sweep.tasks import locked_sweep
 from tests.helpers import begin, call, result, until, verb
 from tests.search.helpers import line_of
+
+pytestmark = [pytest.mark.whole_runs, pytest.mark.long]
 
 WITH_A_VALUE, IN_ALL = 4, 6
 SEED = 1  # draws two points that cannot be among its first six

@@ -16,6 +16,8 @@ from orchestrator.sentinel.judgement import (
 )
 from tests.helpers import call, records, result, verb
 
+pytestmark = [pytest.mark.whole_runs, pytest.mark.long]
+
 COMMON = (
     "train.evaluate_every=0",
     "train.checkpoint_every=0",

@@ -10,6 +10,8 @@ from tests import helpers
 from tests.programs import QUICK, WAITS, script
 from tests.slurm.runs import QUIET, log, processes_of_job, queue_state, verb
 
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
+
 CURRENT = ("+cluster=slurm", "cluster.allocation=current", "cluster.ranks_per_node=2")
 
 

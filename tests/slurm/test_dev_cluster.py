@@ -14,6 +14,8 @@ from slurm.layout import layout
 from slurm.polling import wait_until
 from slurm.testing import dev_cluster
 
+pytestmark = pytest.mark.slurm
+
 
 @pytest.fixture
 def small(base: Path) -> Iterator[DevCluster]:

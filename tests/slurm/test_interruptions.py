@@ -15,6 +15,8 @@ from tests.programs import QUICK, WAITS, script
 from tests.slurm import runs
 from tests.slurm.runs import log
 
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
+
 ONE_NODE = ("cluster.nodes=1", "cluster.ranks_per_node=2")
 DISTURBED = {
     "killed": "its batch script was killed",

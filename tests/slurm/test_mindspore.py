@@ -2,9 +2,13 @@
 
 import json
 
+import pytest
+
 from tests.helpers import node_process, until
 from tests.hold import Hold
 from tests.slurm import runs
+
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
 LINE = (
     "job._target_=tests.engine.mindspore.jobs.SlowLine",

@@ -1,10 +1,14 @@
 """Ranks and nodes that die, as a whole or in part, whether SLURM notices or not."""
 
+import pytest
+
 from orchestrator.rundir.metrics import read_metrics
 from slurm import breaking
 from tests.helpers import TINY, node_process, records, until
 from tests.hold import Hold
 from tests.slurm import runs
+
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
 
 def test_a_node_without_processes_is_noticed_though_slurm_calls_it_alive(mended, tmp_path, digest):

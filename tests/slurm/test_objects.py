@@ -8,6 +8,8 @@ from tests import warm
 from tests.helpers import environment
 from tests.slurm import runs
 
+pytestmark = pytest.mark.slurm
+
 
 @pytest.fixture
 def words(slurm, tmp_path, monkeypatch):

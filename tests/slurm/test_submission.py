@@ -16,6 +16,8 @@ from tests.helpers import TINY, await_exit, begin, call, commit, environment, re
 from tests.slurm import runs
 from tests.slurm.runs import queued, wrapped_sbatch
 
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
+
 HELD = "+cluster.slurm_flags.begin=now+3600"
 ENCLOSING_JOB = {
     "SLURM_JOB_ID": "77",

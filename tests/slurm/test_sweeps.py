@@ -14,6 +14,8 @@ from tests.search.helpers import line_of, loss_of
 from tests.slurm import runs
 from tests.slurm.runs import queued
 
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
+
 STEPS = ("accumulation.steps=1,2,4,8", "cluster.nodes=1", "cluster.ranks_per_node=1")
 
 

@@ -4,10 +4,14 @@ import json
 import os
 import signal
 
+import pytest
+
 from slurm import breaking
 from tests.helpers import TINY, await_exit, begin, call, result, until
 from tests.slurm import runs
 from tests.slurm.runs import wrapped_sbatch
+
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
 
 def test_cancel_stops_at_a_boundary_and_resume_ends_with_the_same_bits(slurm, tmp_path, digest):

@@ -6,6 +6,8 @@ import pytest
 
 from tests.slurm import runs
 
+pytestmark = pytest.mark.slurm
+
 pytest.importorskip("orchestrator.sentinel")  # an add-on
 
 SETTINGS = (

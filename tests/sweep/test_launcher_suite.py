@@ -7,7 +7,10 @@ from hydra.test_utils.launcher_common_tests import LauncherTestSuite
 from hydra.version import VersionBase
 
 # The suite's own configurations state no version_base, and Hydra warns of what that means.
-pytestmark = pytest.mark.filterwarnings("ignore:Future Hydra versions:UserWarning")
+pytestmark = [
+    pytest.mark.whole_runs,
+    pytest.mark.filterwarnings("ignore:Future Hydra versions:UserWarning"),
+]
 
 
 @pytest.fixture(autouse=True)

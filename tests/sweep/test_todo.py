@@ -28,6 +28,8 @@ from orchestrator.sweep.tasks import (
 )
 from tests.search.helpers import QUIET
 
+pytestmark = pytest.mark.whole_runs
+
 JOB = "job._target_=cells_job.Mine"
 SOURCE = """
 from orchestrator import Job, Loss

@@ -16,6 +16,8 @@ from orchestrator.rundir.lock import locked
 from orchestrator.runs.start import prepare, with_notes
 from tests.helpers import LIGHT, call, result, verb
 
+pytestmark = pytest.mark.whole_runs
+
 ONE = ("cluster.nodes=1", "cluster.ranks_per_node=1", "accumulation.global_batch=8")
 
 

@@ -2,6 +2,8 @@ import pytest
 
 from orchestrator.testing import ClusterSuite
 
+pytestmark = pytest.mark.long
+
 
 class TestListedNames(ClusterSuite):
     @pytest.fixture

@@ -10,6 +10,8 @@ from orchestrator.testing import TrackerSuite, TransportSuite
 from tests.docs.printed import blocks
 from tests.helpers import ROOT, TINY, call, records, result
 
+pytestmark = pytest.mark.long
+
 
 class TestMailbox(TransportSuite):
     @pytest.fixture

@@ -9,6 +9,8 @@ from orchestrator.testing.threads import run_in_threads
 from orchestrator.trainer.consistency_checks import refuse_different_costs
 from tests.engine.torch.jobs import Curve, engine_of
 
+pytestmark = pytest.mark.whole_runs
+
 
 def compare(cost_of_rank):
     def rank(group):

@@ -15,6 +15,8 @@ from orchestrator.testing.threads import run_in_threads
 from orchestrator.trainer.consistency_checks import agreed_samples, sample_digest
 from tests.engine.torch.jobs import Samples
 
+pytestmark = pytest.mark.whole_runs
+
 
 class Gathers:
     """All that is needed of an engine here."""

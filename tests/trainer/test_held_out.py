@@ -9,6 +9,8 @@ from orchestrator.testing.threads import run_in_threads
 from orchestrator.trainer.evaluation import agreed_held_out, joined_figures
 from tests.engine.torch.jobs import Curve, engine_of
 
+pytestmark = pytest.mark.whole_runs
+
 
 class HeldOut(Curve):
     """Has the held-out data that a function of the rank gives."""

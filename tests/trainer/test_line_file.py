@@ -19,6 +19,8 @@ from orchestrator.trainer.recorder import log_evaluation, log_update
 from tests.engine.windows import make_window
 from tests.helpers import ROOT
 
+pytestmark = pytest.mark.whole_runs
+
 
 @pytest.fixture
 def limit():

@@ -8,6 +8,8 @@ import pytest
 from orchestrator.client.checkpoints import Checkpoints
 from orchestrator.errors import ConfigError
 
+pytestmark = pytest.mark.whole_runs
+
 
 class State:
     """A state whose copy, or whose writing, fails with an error where there is one."""

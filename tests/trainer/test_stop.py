@@ -23,6 +23,8 @@ from orchestrator.trainer.stop import (
     restart_reason,
 )
 
+pytestmark = pytest.mark.whole_runs
+
 TERM, USR2 = signal.SIGTERM, signal.SIGUSR2
 GRACE = GracePeriods(kill_wait_s=30, preempt_s=20, ahead_s=60)
 

@@ -20,6 +20,8 @@ from orchestrator.trainer.recorder import Scalars, check_tracker
 from tests.helpers import SMALL, TINY, await_exit, begin, call, records, verb
 from tests.hold import Hold, request_stop
 
+pytestmark = pytest.mark.whole_runs
+
 
 class TestTensorBoard(TrackerSuite):
     @pytest.fixture

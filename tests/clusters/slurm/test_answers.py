@@ -20,6 +20,8 @@ from orchestrator.errors import ClusterError
 from orchestrator.rundir.srun_log import task_exits
 from tests.clusters.slurm.queue_lines import queue_line
 
+pytestmark = pytest.mark.whole_runs
+
 NO_ANSWERS = [
     'squeue: error: Munge encode failed: Failed to access "/run/munge/munge.socket.2"',
     "slurm_load_jobs error: Protocol authentication error",

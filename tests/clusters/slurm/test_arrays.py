@@ -13,6 +13,8 @@ from orchestrator.errors import ClusterError
 from orchestrator.rundir.folder import RunDir
 from orchestrator.snapshot import CODE_VARIABLE, submitted
 
+pytestmark = pytest.mark.whole_runs
+
 
 def test_a_runs_own_script_finds_the_users_umask(tmp_path):
     run = tmp_path / "a 'b' $c" / "2"

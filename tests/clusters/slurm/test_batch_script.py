@@ -37,6 +37,8 @@ from orchestrator.rundir import files
 from orchestrator.rundir.folder import RunDir
 from tests.helpers import alive, until
 
+pytestmark = pytest.mark.whole_runs
+
 SAYS = """\
 #!/bin/bash
 {{ echo "$0"; printf '<%s>' "$@"; echo; echo "CODE=$ORCHESTRATOR_PYTHONPATH A=$A"; }} >>{calls}

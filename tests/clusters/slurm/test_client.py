@@ -19,6 +19,8 @@ from tests.clusters.slurm.queue_lines import queue_line
 from tests.programs import script
 from tests.run_folders import make_run
 
+pytestmark = pytest.mark.whole_runs
+
 
 @pytest.fixture
 def say(tmp_path, monkeypatch):

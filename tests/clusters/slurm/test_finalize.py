@@ -45,6 +45,8 @@ from tests.agent.specs import node_spec
 from tests.clusters.slurm.queue_lines import queue_line
 from tests.run_folders import record, write_failure
 
+pytestmark = pytest.mark.whole_runs
+
 BEYOND = Culprit(rank=3, node="n1", cause="exited with code 5")
 JOB = Job(id="77", state="RUNNING")
 LEFT = {"why": "told to stop", "updates": 4, "time": 1.0}

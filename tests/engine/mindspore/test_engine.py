@@ -39,6 +39,8 @@ from tests.engine.mindspore import jobs
 from tests.engine.mindspore.program import RATE, _distance
 from tests.engine.windows import make_window, run
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(autouse=True)
 def compilers_files_go_elsewhere(tmp_path, monkeypatch):

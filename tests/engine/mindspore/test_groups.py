@@ -22,6 +22,8 @@ from orchestrator.errors import PeerLost, RendezvousError, StopRequested, Transp
 from tests.engine.mindspore.program import checks, spec
 from tests.helpers import ROOT, alive, environment, until
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.timeout(600)  # it compiles, which takes minutes if the machine is busy
 def test_every_check_holds_on_every_rank_and_the_scheduler_ends_with_the_group(tmp_path):

@@ -24,6 +24,8 @@ from tests.engine.mindspore.jobs import HeldOut
 from tests.hold import Hold
 from tests.programs import script
 
+pytestmark = [pytest.mark.whole_runs, pytest.mark.long]
+
 SLOW = "job._target_=tests.engine.mindspore.jobs.SlowLine"
 
 

@@ -22,6 +22,8 @@ from orchestrator.trainer.failure import describe
 from tests.engine.torch.jobs import Samples
 from tests.helpers import alive, until
 
+pytestmark = pytest.mark.long
+
 WORK = [
     MicroBatch(update=0, positions=range(2), indices=(4, 1)),
     MicroBatch(update=0, positions=range(2, 3), indices=(3,)),

@@ -25,6 +25,8 @@ from tests.helpers import (
 )
 from tests.hold import Hold
 
+pytestmark = [pytest.mark.whole_runs, pytest.mark.long]
+
 ONE = ("cluster.nodes=1", "cluster.ranks_per_node=1", "accumulation.global_batch=8", "tracker=none")
 LONG = "train.updates=200"
 

@@ -15,6 +15,8 @@ from orchestrator.runs.follow import OutputOptions
 from orchestrator.sweep.local import RANK_BYTES, LocalCapacity, most_at_once
 from tests.run_folders import Screen
 
+pytestmark = pytest.mark.whole_runs
+
 machines = st.builds(
     Machine,
     cores=st.integers(1, 9),

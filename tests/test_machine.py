@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.clusters import machine
+from orchestrator import machine
 from orchestrator.clusters.api import cluster_of
 from orchestrator.clusters.local.environment import build_environment
 from orchestrator.config.composer import compose
