@@ -37,8 +37,8 @@ HYDRA_NEXT = (
     "pytest",
     "-q",
     "--timeout=1200",
-    "tests/config",
-    "tests/sweep/test_launcher_suite.py",
+    "--phase=hydra",
+    "tests",
 )
 
 

@@ -5,6 +5,7 @@
 - `slurm`: it needs the development cluster.
 - `whole_runs`: it starts runs or measures times, and fails if it gets no processor for seconds.
 - `long`: it takes longest, so it begins first, and `--phase=quick` leaves it out.
+- `hydra`: it composes as Hydra does, so it runs under the next Hydra, too.
 
 All others only compute. The mark is read as text: a module of another phase is not imported.
 """
@@ -12,8 +13,8 @@ All others only compute. The mark is read as text: a module of another phase is 
 import re
 from pathlib import Path
 
-PHASES = ("slurm", "whole_runs", "others", "quick")
-MARK = re.compile(r"\bpytest\.mark\.(slurm|whole_runs|long)\b")
+PHASES = ("slurm", "whole_runs", "others", "quick", "hydra")
+MARK = re.compile(r"\bpytest\.mark\.(slurm|whole_runs|long|hydra)\b")
 
 
 def marks_of(path: Path) -> set[str]:
@@ -25,5 +26,5 @@ def is_of_phase(path: Path, phase: str) -> bool:
     """Return whether a test file belongs to a phase."""
     marks = marks_of(path)
     if phase == "quick":
-        return not marks
+        return marks.isdisjoint({"slurm", "whole_runs", "long"})
     return phase in marks if phase != "others" else marks.isdisjoint({"slurm", "whole_runs"})

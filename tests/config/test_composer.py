@@ -12,6 +12,8 @@ from orchestrator.launch import run_app
 from orchestrator.runs.start import prepare
 from orchestrator.sweep.points import check_points
 
+pytestmark = pytest.mark.hydra
+
 TINY = "job._target_=tests.tiny_job.Tiny"
 SHARDED = ["engine.shard_optimizer=true"]
 

@@ -9,6 +9,7 @@ from hydra.version import VersionBase
 # The suite's own configurations state no version_base, and Hydra warns of what that means.
 pytestmark = [
     pytest.mark.whole_runs,
+    pytest.mark.hydra,
     pytest.mark.filterwarnings("ignore:Future Hydra versions:UserWarning"),
 ]
 
