@@ -59,8 +59,8 @@ def run_app(arguments: Sequence[str]) -> int:
         return run_sweep(composer, output)
     config = found.config()
     if line.changed or "sweep.force=true" in found.overrides:
-        flag = "--changed" if line.changed else "--force"
-        raise ConfigError(f"{flag} is for sweeps, so it needs -m; a new run has no old results")
+        option = "--changed" if line.changed else "sweep.force=true"
+        raise ConfigError(f"{option} is for sweeps, so it needs -m; a new run has no old results")
     from orchestrator.runs.start import prepared_run
 
     with prepared_run(config, output, overrides=found.overrides, flags=found.flags) as ready:

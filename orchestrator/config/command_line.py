@@ -85,7 +85,6 @@ SWITCHES = {
     "--help": "help",
     "-r": "",
     "--run": "",
-    "--force": "force",
     "--changed": "changed",
 }
 VALUED = {
@@ -140,8 +139,6 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
                 )
             raise ConfigError(f"there is no flag '{flag}'{did_you_mean(flag, known)}")
     options.pop("", None)
-    if options.pop("force", False):
-        overrides.append("sweep.force=true")
     line = CommandLine(overrides=tuple(overrides), **options)
     if line.cfg not in (None, "job"):
         raise ConfigError(f"--cfg must be job, but is '{line.cfg}'")

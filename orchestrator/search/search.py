@@ -179,7 +179,7 @@ def open_study(search: Search) -> tuple[Study, JournalStorage]:
     elif not folder.journal.exists() and find_runs(folder.path):
         raise ConfigError(
             f"{folder.path} holds runs that are no trials of a search; choose another run.dir, or "
-            f"put them aside with --force"
+            f"put them aside with sweep.force=true"
         )
     try:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
@@ -205,7 +205,7 @@ def open_study(search: Search) -> tuple[Study, JournalStorage]:
         keys = ", ".join(f"{name} is not what it was" for name in names)
         raise ConfigError(
             f"{folder.path} holds another search ({keys}); choose another run.dir, or begin the "
-            f"search anew with --force"
+            f"search anew with sweep.force=true"
         )
     if trials > search.trials:
         raise ConfigError(
@@ -432,7 +432,7 @@ class Searcher:
             raise ConfigError(
                 f"{named_numbers('trial', sorted(changed))} of {self._search.folder} cannot be "
                 f"compared with what would run now (changed: {next(iter(changed.values()))}); "
-                f"choose another run.dir, or begin the search anew with --force"
+                f"choose another run.dir, or begin the search anew with sweep.force=true"
             )
         for number, task in tasks.items():
             if self._trials()[number].state is TrialState.RUNNING:

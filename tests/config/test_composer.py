@@ -198,7 +198,7 @@ def test_a_sweeps_folder_is_that_of_its_keys_and_of_what_is_fixed():
     folder, name = composer.compose().point_folder, name_of("train.seed=1,2,3")
     assert folder.name == name
     assert [p.own_folder for p in check_points(composer)] == [folder / n for n in "012"]
-    assert name_of("train.seed=4,5", "run.watch=true", "--force") == name
+    assert name_of("train.seed=4,5", "run.watch=true", "sweep.force=true") == name
     assert name_of("train.seed=1,2", "train.updates=3") != name
     assert name_of("job.width=1,2") != name
 
@@ -219,7 +219,8 @@ def test_a_sweep_with_a_wrong_point_starts_none_and_says_all_that_is_wrong(tmp_p
     ("line", "words"),
     [
         (["hydra/launcher=joblib"], "hydra/launcher means nothing here"),
-        (["--force"], "--force is for sweeps, so it needs -m"),
+        (["sweep.force=true"], "sweep.force=true is for sweeps, so it needs -m"),
+        (["--force"], "settings are written without dashes: sweep.force="),
         (["-m", "hydra.sweeper.params.train.seed=1", "train.seed=1,2"], "hydra.sweeper.params"),
         (["-m", "experiment=theirs", "train.seed=1,2"], "try sweep.search=tpe"),
         (["-m", "train.seed=range(0)"], "train.seed has no value to sweep over"),

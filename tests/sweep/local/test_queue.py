@@ -163,7 +163,7 @@ def test_the_framework_is_imported_once_for_all_points_with_the_same_bits(tmp_pa
     digests = {result(run)["weights_sha256"] for run in (sweep / point, tmp_path / "alone")}
     assert len(digests) == 1
     hold.hold_before(3)
-    command = begin_anew("-m", *line, "--force", "train.seed=1,2", f"run.dir={sweep}")
+    command = begin_anew("-m", *line, "sweep.force=true", "train.seed=1,2", f"run.dir={sweep}")
     hold.wait_until_held(3)
     ranks = [p for p in psutil.process_iter(["ppid"]) if below(p, command.pid)]
     command.kill()
