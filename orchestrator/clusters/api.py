@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from orchestrator.config.reading import NoOptions, options_of
 from orchestrator.config.rules import planned_survival, with_survival
-from orchestrator.config.schema import Config, node_range
+from orchestrator.config.schema import ClusterConfig, Config, node_range
 from orchestrator.errors import ClusterError
 from orchestrator.plugins import CLUSTERS
 from orchestrator.rundir.folder import RunDir
@@ -34,6 +34,17 @@ POLL_S = 0.1  # interval at which followers of a run poll
 
 FOREIGN_PREFIXES = ("SLURM_", "SBATCH_", "SRUN_", "SUBMITIT_")
 FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def rank_environment(cluster: ClusterConfig) -> dict[str, str]:
+    """Return the variables that ranks get besides those of the shell: their number of threads, and
+    what `cluster.environment` sets, which comes first.
+    """
+    threads = str(cluster.cpus_per_rank)
+    return {**dict.fromkeys(THREAD_VARIABLES, threads), **cluster.environment}
 
 
 def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
@@ -242,17 +253,12 @@ class Cluster(ABC):
     def request(self, run: Path, attempt: int) -> Request:
         """Return the submission as a value. Pure. Raises `ClusterError` if it is not possible."""
         cluster = self.config.cluster
-        threads = str(cluster.cpus_per_rank)
         return Request(
             run=run,
             attempt=attempt,
             nodes=node_range(cluster.nodes)[1],
             ranks_per_node=cluster.ranks_per_node,
-            environment={
-                "OMP_NUM_THREADS": threads,
-                "MKL_NUM_THREADS": threads,
-                **cluster.environment,
-            },
+            environment=rank_environment(cluster),
         )
 
     def check(self, request: Request) -> Admission:

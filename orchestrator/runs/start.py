@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from orchestrator.clusters.api import Admission, Cluster, Request, cluster_of
+from orchestrator.clusters.api import THREAD_VARIABLES, Admission, Cluster, Request, cluster_of
 from orchestrator.config.job_source import check_constructor, check_program, check_target
 from orchestrator.config.optimizer import check_builder
 from orchestrator.config.program import is_program, program_of, short_name
@@ -180,7 +180,7 @@ def replaced_threads(config: Config, env: Mapping[str, str]) -> Iterator[str]:
     ['OMP_NUM_THREADS=8 of this shell is replaced by 1 in the ranks (cluster.cpus_per_rank)']
     """
     threads = str(config.cluster.cpus_per_rank)
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+    for name in THREAD_VARIABLES:
         if env.get(name, threads) != threads and name not in config.cluster.environment:
             yield (
                 f"{name}={env[name]} of this shell is replaced by {threads} in the ranks "

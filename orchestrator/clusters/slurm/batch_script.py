@@ -26,6 +26,7 @@ from orchestrator.agent.topology import (
     OUTER_UMASK_VARIABLE,
     PATH_VARIABLE,
 )
+from orchestrator.clusters.api import rank_environment
 from orchestrator.clusters.slurm.safe_values import quoted
 from orchestrator.config.program import is_program, short_name, target_of
 from orchestrator.config.schema import ClusterConfig, Config, gpu_count, node_range, notice_s
@@ -397,9 +398,9 @@ def _step(
         yield f"export {snapshot.CODE_VARIABLE}={quoted(host.code)}"
     yield from SECOND.lines()
     yield from RANKS.lines()
-    threads = str(config.cluster.cpus_per_rank)
-    values = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **config.cluster.environment}
-    for name, value in values.items():  # for the preamble, for srun and for the ranks
+    for name, value in rank_environment(
+        config.cluster
+    ).items():  # for the preamble, for srun and for the ranks
         yield f"export {name}={quoted(value)}"
     yield from _preamble(config)
     if config.cluster.interface is not None:
