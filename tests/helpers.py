@@ -17,6 +17,8 @@ ROOT = warm.ROOT
 TINY = "job._target_=tests.tiny_job.Tiny"
 LIGHT = "job._target_=tests.light_job.Light"  # the same without torch, which takes long to start
 SMALL = "cluster.ranks_per_node=1"  # two ranks instead of four, where their number does not matter
+LIMIT_S = 800.0
+"""No test waits longer for what a slow machine does in its own time; less than pytest's limit."""
 STARTED = []
 """Processes of `begin`, which `end_started` ends where a test has failed before it could."""
 
@@ -31,7 +33,7 @@ def command(*arguments, module="orchestrator.launch"):
     return [sys.executable, "-m", module, *map(str, arguments)]
 
 
-def call(*arguments, module="orchestrator.launch", cwd=None, timeout=300, code=None, **env):
+def call(*arguments, module="orchestrator.launch", cwd=None, timeout=LIMIT_S, code=None, **env):
     """Run a command to its end and return the completed process with text output.
 
     Args:
@@ -75,7 +77,7 @@ def begin_anew(*arguments, module="orchestrator.launch", cwd=None, **env):
     return process
 
 
-def await_exit(process, code, timeout=300):
+def await_exit(process, code, timeout=LIMIT_S):
     """Wait for the end of a process of `begin`, check its exit code and return its output."""
     output, _ = process.communicate(timeout=timeout)
     assert process.returncode == code, output
@@ -115,7 +117,7 @@ def commit(folder):
     return git("rev-parse", "HEAD")
 
 
-def until(condition, timeout_s=150.0, what="the condition"):
+def until(condition, timeout_s=LIMIT_S, what="the condition"):
     """Poll until `condition()` is true; give its value. Fails the test after `timeout_s`."""
     if value := first_true(condition, seconds=timeout_s):
         return value

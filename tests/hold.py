@@ -77,12 +77,12 @@ class Hold:
             return ()
         return tuple(sorted(members))
 
-    def wait_until_held(self, update, ranks=(0,), timeout_s=90.0):
+    def wait_until_held(self, update, ranks=(0,)):
         """Wait until these ranks are alive and wait before `update`."""
         from tests.helpers import until  # not in the job
 
         held = f"holding ranks {ranks} before update {update}"
-        until(lambda: {*ranks} <= self._held_ranks(update), timeout_s, held)
+        until(lambda: {*ranks} <= self._held_ranks(update), what=held)
 
     def _held_ranks(self, update):
         found = [path.name.split("-") for path in self.folder.glob(f"held-{update}-*")]

@@ -188,7 +188,7 @@ def ranks(module, processes, folder):
 
     def rank(number):
         env = {**os.environ, **variables, "RANK": str(number), "LOCAL_RANK": str(number)}
-        return call(module, [], cwd=folder, env=env, timeout=300, kind="runs")
+        return call(module, [], cwd=folder, env=env, timeout=800, kind="runs")
 
     _server("runs")
     with ThreadPoolExecutor(processes) as threads:

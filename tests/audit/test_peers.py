@@ -75,7 +75,7 @@ Trainer(model, arguments, train_dataset=rows).train()
 
 
 def audited(folder, name, *words):
-    done = verb("audit", "--json", *words, "--", name, cwd=folder, timeout=300)
+    done = verb("audit", "--json", *words, "--", name, cwd=folder)
     return json.loads(done.stdout)["runs"][0]
 
 

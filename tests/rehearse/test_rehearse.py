@@ -40,7 +40,7 @@ from orchestrator.rundir.files import write_json
 from tests import helpers
 from tests.helpers import TINY, until
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.whole_runs, pytest.mark.long]
 
 SEED = 1037  # these four faults, in one run
 SMALL = (TINY, "accumulation.global_batch=48", "accumulation.micro_batch=4")

@@ -35,7 +35,7 @@ def no_job_is_left(slurm: DevCluster) -> Iterator[None]:
     """Cancel what a failed test or fixture has left: it would take the next module's nodes."""
     yield
     slurm.command("scancel", "--user", getpass.getuser())
-    until(lambda: not slurm.command("squeue", "-ha"), 60, "the end of the module's jobs")
+    until(lambda: not slurm.command("squeue", "-ha"), what="the end of the module's jobs")
 
 
 @pytest.fixture

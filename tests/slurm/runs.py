@@ -11,7 +11,7 @@ from pathlib import Path
 
 from slurm.dev_cluster import DevCluster
 from slurm.jobs import job_processes
-from tests.helpers import LIGHT, call, records, result, until
+from tests.helpers import LIGHT, LIMIT_S, call, records, result, until
 from tests.hold import Hold
 
 SHAPE = ("cluster.nodes=2", "cluster.ranks_per_node=1")
@@ -91,10 +91,10 @@ def accounted(cluster: DevCluster, job: str) -> str:
         state = rows[-1].split("|")[0] if rows else ""  # a job that lost a node has two
         return state if state not in ("", "RUNNING", "PENDING", "REQUEUED") else None
 
-    return until(ended, 30, f"sacct's final state of job {job}")
+    return until(ended, what=f"sacct's final state of job {job}")
 
 
-def wait_for_update(run: Path, update: int, attempt: int = 0, timeout_s: float = 90) -> float:
+def wait_for_update(run: Path, update: int, attempt: int = 0, timeout_s: float = LIMIT_S) -> float:
     """Wait until `update` or a later one of this attempt or a later one is recorded."""
     until(
         lambda: any(r["update"] >= update and r["attempt"] >= attempt for r in records(run)[-9:]),
@@ -104,7 +104,7 @@ def wait_for_update(run: Path, update: int, attempt: int = 0, timeout_s: float =
     return time.monotonic()
 
 
-def wait_over(cluster: DevCluster, run: Path, timeout_s: float = 120) -> dict:
+def wait_over(cluster: DevCluster, run: Path, timeout_s: float = LIMIT_S) -> dict:
     """Wait for the job's end and return result.json."""
     until(lambda: over(cluster, job_of(run)), timeout_s, f"the end of {run.name}")
     return result(run)

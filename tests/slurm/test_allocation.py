@@ -24,7 +24,7 @@ def shell(slurm):
     assert len(job) == 1, done
     yield {"SLURM_JOB_ID": job[0], "SLURM_CONF": str(slurm.slurm_conf), **QUIET}
     assert queue_state(slurm, job[0]) == "RUNNING", "the allocation is its owner's"
-    helpers.until(lambda: not processes_of_job(slurm, job[0]), 20, "the end of all steps")
+    helpers.until(lambda: not processes_of_job(slurm, job[0]), what="the end of all steps")
     slurm.command("scancel", job[0])
 
 

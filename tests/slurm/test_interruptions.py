@@ -87,8 +87,8 @@ def disturbed(slurm, tmp_path_factory):
 def test_a_finished_run_that_is_allocated_again_starts_no_ranks(slurm, disturbed):
     run = disturbed / "finished"
     before = result(run)
-    until(lambda: "ended already" in (run / "logs" / "batch.log").read_text(), 60, "its message")
-    until(lambda: runs.over(slurm, runs.job_of(run)), 30, "the job's end")
+    until(lambda: "ended already" in (run / "logs" / "batch.log").read_text(), what="its message")
+    until(lambda: runs.over(slurm, runs.job_of(run)), what="the job's end")
     assert runs.queue_state(slurm, runs.job_of(run)) == "COMPLETED"
     assert result(run) == before
     assert [path.name for path in (run / "attempts").glob("0*")] == ["000"]
@@ -145,7 +145,7 @@ def test_preemption_a_requeue_and_a_node_set_down_cost_a_restart_each(mended, tm
     job = runs.job_of(run)
     runs.wait_for_update(run, 5)
     other = runs.occupy(mended, "true", "-p", "high", "-N", "4", "--exclusive")
-    until(lambda: runs.over(mended, other), 60, "the preempting job's end")
+    until(lambda: runs.over(mended, other), what="the preempting job's end")
     runs.wait_for_update(run, 6, attempt=1)
     mended.command("scontrol", "requeue", job)
     runs.wait_for_update(run, 7, attempt=2)
@@ -232,7 +232,7 @@ def test_a_requeued_program_gets_its_signal_and_the_submitted_code_runs_again(sl
 
 def test_a_run_goes_on_beyond_its_time_limit(slurm, limited, digest):
     for run, hold in limited.items():
-        runs.wait_for_update(run, 1, attempt=1, timeout_s=150)
+        runs.wait_for_update(run, 1, attempt=1)
         hold.release()
     for run in limited:
         ended = runs.wait_over(slurm, run)

@@ -33,7 +33,7 @@ def test_preempted_once_and_killed_once_it_ends_with_the_bits_of_one_left_alone(
     )
     runs.wait_for_update(run, 5)
     other = runs.occupy(slurm, "true", "-p", "high", "-N", "4", "--exclusive")
-    until(lambda: runs.over(slurm, other), 60, "the preempting job's end")
+    until(lambda: runs.over(slurm, other), what="the preempting job's end")
     runs.wait_for_update(run, 25, attempt=1)
     node_process(run, "rank 1").kill()
     hold.release()

@@ -33,7 +33,7 @@ def test_lost_nodes_are_replaced_and_ranks_that_live_on_are_fenced_off(mended, t
     alone = ("cluster.nodes=1", "cluster.ranks_per_node=2", "cluster.heartbeat_timeout_s=5")
     holds = [runs.submit_long(mended, orphaned, *alone)]
     other = runs.job_of(orphaned)
-    [forgotten] = until(lambda: runs.nodes_of(mended, other), 60, "the orphaned run's node")
+    [forgotten] = until(lambda: runs.nodes_of(mended, other), what="the orphaned run's node")
     # Of four nodes two are lost; both runs fit on the others, whichever SLURM restarts first.
     apart = (f"cluster.exclude={forgotten}", "run.survive=false")
     late = "cluster.heartbeat_timeout_s=60"  # so SLURM notices first
@@ -48,7 +48,7 @@ def test_lost_nodes_are_replaced_and_ranks_that_live_on_are_fenced_off(mended, t
 
     runs.wait_for_update(orphaned, 6, attempt=1, timeout_s=120)
     assert forgotten not in runs.nodes_of(mended, other)
-    until(lambda: not mended.node_pids(forgotten).tasks, 30, "the end of the forgotten ranks")
+    until(lambda: not mended.node_pids(forgotten).tasks, what="the end of the forgotten ranks")
     first = next(r for r in records(orphaned) if r["attempt"] == 1)["time"]
     assert [r for r in records(orphaned) if r["attempt"] == 0 and r["time"] > first] == []
     holds[0].release()
@@ -102,13 +102,15 @@ def test_a_worker_an_agent_and_a_node_are_lost_and_the_job_goes_on(mended, tmp_p
     runs.wait_for_update(run, 3)
     nodes = runs.nodes_of(mended, job)
     node_process(run, "rank 4").kill()
-    until(lambda: ranks_of(run, "joined", "came") == [4], 30, "rank 4 again")
+    until(lambda: ranks_of(run, "joined", "came") == [4], what="rank 4 again")
     node_process(run, nodes[0]).kill()  # the agent that coordinates
-    until(lambda: sorted(ranks_of(run, "joined", "came")) == [0, 1, 4], 30, "the first node again")
+    until(lambda: sorted(ranks_of(run, "joined", "came")) == [0, 1, 4], what="the first node again")
     node_process(run, nodes[1]).parent().kill()  # no process of that node's task is left
-    until(lambda: sorted(ranks_of(run, "joined", "came")) == [0, 1, 2, 3, 4], 60, "the second node")
+    until(
+        lambda: sorted(ranks_of(run, "joined", "came")) == [0, 1, 2, 3, 4], what="the second node"
+    )
     breaking.set_node_down(mended, nodes[2])
-    until(lambda: ranks_of(run, "survived", "gone").count(5), 30, "the loss of the node")
+    until(lambda: ranks_of(run, "survived", "gone").count(5), what="the loss of the node")
     hold.release()
     found = runs.wait_over(mended, run)
     assert found["weights_sha256"] == digest
@@ -135,7 +137,7 @@ def test_a_run_folder_that_the_nodes_cannot_see_is_named_as_the_cause(slurm, tmp
     runs.submit(slurm, run, "train.updates=1", "+cluster.slurm_flags.begin=now+3600")
     run.rename(tmp_path / "elsewhere")
     runs.release(slurm, tmp_path / "elsewhere")
-    until(lambda: runs.over(slurm, runs.job_of(tmp_path / "elsewhere")), 60, "the job's end")
+    until(lambda: runs.over(slurm, runs.job_of(tmp_path / "elsewhere")), what="the job's end")
     found = runs.status(tmp_path / "elsewhere")
     assert found["state"] == "failed"
     assert "not visible" in found["reason"]

@@ -145,7 +145,7 @@ def test_a_run_that_only_has_to_wait_is_queued_and_can_be_cancelled_and_resumed(
     found = runs.status(run)
     assert (found["state"], bool(found["reason"])) == ("pending", True)
     runs.verb("cancel", run, code=0)
-    until(lambda: runs.over(mended, runs.job_of(run)), 20, "the end")
+    until(lambda: runs.over(mended, runs.job_of(run)), what="the end")
     assert result(run)["state"] == "stopped"
     runs.verb("resume", run, code=0)
     assert runs.queue_state(mended, runs.job_of(run)) == "PENDING"
@@ -186,7 +186,7 @@ def test_a_sweep_whose_submitter_was_killed_is_queued_once(slurm, tmp_path, mome
         assert "is being submitted at this moment" in refused.stderr
         assert not queued(slurm, sweep)
         go.touch()
-        until(lambda: runs.status(sweep / "0")["state"] == "pending", 20, "the job")
+        until(lambda: runs.status(sweep / "0")["state"] == "pending", what="the job")
     else:
         assert found.stdout.count('"pending"') == 2
         assert "was queued by a command" in found.stderr
@@ -204,7 +204,7 @@ def test_a_run_whose_submitter_was_killed_trains_and_is_found_when_it_is_over(sl
         tmp_path, "after", *runs.overrides(slurm, run, "train.updates=3", "cluster.nodes=1")
     )
     [job] = queued(slurm, run)
-    until(lambda: runs.over(slurm, job), 60, "the end of the run")
+    until(lambda: runs.over(slurm, job), what="the end of the run")
     assert not (run / "handle.json").exists()
     assert result(run)["updates"] == 3
     assert runs.status(run)["state"] == "finished"
@@ -251,12 +251,12 @@ def test_a_requeue_and_the_end_are_said_to_a_command(slurm, tmp_path):
     script.write_text(f'#!/bin/sh\necho "$ORCHESTRATOR_EVENT" >> "{notes}"\n')
     script.chmod(0o700)
     hold = runs.submit_long(slurm, run, f"notify.command={script}")
-    until(notes.exists, 60, "the first update's message")
+    until(notes.exists, what="the first update's message")
     slurm.command("scontrol", "requeue", runs.job_of(run))
-    until(lambda: "requeue" in notes.read_text(), 60, "the requeue's message")
+    until(lambda: "requeue" in notes.read_text(), what="the requeue's message")
     hold.release()
     assert runs.wait_over(slurm, run)["state"] == "finished"
-    until(lambda: "end" in notes.read_text(), 30, "the end's message")
+    until(lambda: "end" in notes.read_text(), what="the end's message")
     assert notes.read_text().split() == ["first_update", "requeue", "end"]
 
 

@@ -52,7 +52,7 @@ def swept(slurm, tmp_path_factory):
         hold.override,
     )
     typed = begin(*line, **runs.QUIET)
-    until((sweep / "3" / "handle.json").exists, 60, "the submission")
+    until((sweep / "3" / "handle.json").exists, what="the submission")
     with contextlib.suppress(ProcessLookupError):  # it ends by itself once all are submitted
         os.killpg(typed.pid, signal.SIGKILL)  # the terminal is closed
     typed.communicate()
@@ -64,7 +64,7 @@ def swept(slurm, tmp_path_factory):
     slurm.command("scontrol", "requeue", f"{array}_3")
     node_process(sweep / "1", "rank 0").kill()
     runs.verb("cancel", sweep / "2", code=0)
-    until(lambda: runs.over(slurm, f"{array}_2"), 60, "the end of the cancelled point")
+    until(lambda: runs.over(slurm, f"{array}_2"), what="the end of the cancelled point")
     runs.wait_for_update(sweep / "3", 2, attempt=1)
     hold.release()
     return line, sweep, wait_for_end(sweep), jobs_below(slurm, sweep)
@@ -94,7 +94,7 @@ def test_the_same_line_again_runs_exactly_what_has_not_finished(swept, slurm):
     def elements():
         return {job.partition("_")[2] for job in jobs_below(slurm, sweep) - before}
 
-    until(lambda: len(elements()) > 1, 30, "sacct's rows, which come one by one")
+    until(lambda: len(elements()) > 1, what="sacct's rows, which come one by one")
     assert elements() == {"1", "2"}
     assert len({result(sweep / n)["updates"] for n in "0123"}) == 1
 
@@ -116,7 +116,7 @@ def few(slurm):
             "set",
             f"MaxSubmitJobs={count}",
         )
-        until(lambda: f"MaxSubmitJobs={count}(" in slurm.command(*shown), 20, "the limit")
+        until(lambda: f"MaxSubmitJobs={count}(" in slurm.command(*shown), what="the limit")
 
     slurm.command("sacctmgr", "-i", "add", "account", "few")
     slurm.command("sacctmgr", "-i", "add", "user", user, "account=few")
@@ -172,15 +172,15 @@ def test_jobs_of_a_killed_search_are_found_again_and_a_hopeless_one_is_stopped(s
         *line_of(folder)[-2:],
     )
     begun = begin(*line, **runs.QUIET)
-    until((folder / "2" / "handle.json").exists, 60, "the third submission")
+    until((folder / "2" / "handle.json").exists, what="the third submission")
     begun.send_signal(signal.SIGKILL)
     begun.communicate()
     jobs = [runs.job_of(folder / number) for number in "012"]
-    done = call(*line, timeout=240, **runs.QUIET, code=0)
+    done = call(*line, **runs.QUIET, code=0)
     trials = json.loads((folder / "search.json").read_text())["trials"]
     assert [runs.job_of(folder / number) for number in "012"] == jobs, "none was run twice"
     assert [trial["state"] for trial in trials] == ["complete"] * 5 + ["pruned"], done.stdout
     values = [trial["value"] for trial in trials[:5]]
     assert values == [loss_of(lr, 1, 400) for lr in (0.3, 0.31, 0.32, 0.33, 0.34)]
-    until(lambda: runs.status(folder / "5")["state"] == "pruned", 30, "the end of the last trial")
+    until(lambda: runs.status(folder / "5")["state"] == "pruned", what="the end of the last trial")
     assert result(folder / "5")["updates"] < 400

@@ -35,7 +35,7 @@ def test_both_engines_agree_from_the_same_start(tmp_path):
     assert "layers=[784,512,512,10]" in block
     (tmp_path / "typed").mkdir()
     for _, _, module, *words in typed(block.replace("512,512", "48"), tmp_path / "typed"):
-        helpers.call(*words, module=module, cwd=tmp_path, timeout=390, code=0)
+        helpers.call(*words, module=module, cwd=tmp_path, code=0)
     torchs, ours = tmp_path / "runs" / "torch", tmp_path / "runs" / "mindspore"
     assert "torch" in json.loads((torchs / "environment.json").read_text())["framework"]
     assert "mindspore" in json.loads((ours / "environment.json").read_text())["framework"]
@@ -63,7 +63,6 @@ def test_ranks_evaluate_together_with_the_statistics_of_rank_0(tmp_path):
         "train.evaluate_every=0",
         "tracker=none",
         f"run.dir={run}",
-        timeout=290,
         code=0,
     )
     job = HeldOut()
@@ -90,7 +89,7 @@ def test_a_batch_that_grows_is_the_same_update_on_one_and_on_two_ranks(tmp_path)
     )
     for ranks, steps in ((1, 1), (2, 3)):
         more = (f"cluster.ranks_per_node={ranks}", f"accumulation.steps={steps}")
-        helpers.call(*growing, *more, f"run.dir={tmp_path / str(ranks)}", timeout=390, code=0)
+        helpers.call(*growing, *more, f"run.dir={tmp_path / str(ranks)}", code=0)
     sizes = [100, 100, 100, 150, 150, 150, 150, 124, 333, 333, 333]  # epochs of 1,024
     lines = helpers.records(tmp_path / "2")
     assert [line["samples"] for line in lines] == sizes
@@ -111,9 +110,9 @@ def test_micro_steps_by_tokens_are_the_same_update_on_one_and_on_two_ranks(tmp_p
     by_tokens = ("accumulation.micro_tokens=56", "accumulation.pad_to=7", "job.pad_to=7")
     one, two = tmp_path / "one", tmp_path / "two"
     whole = ("cluster.ranks_per_node=1", "accumulation.steps=1")
-    helpers.call(*padded, *whole, f"run.dir={one}", timeout=390, code=0)
+    helpers.call(*padded, *whole, f"run.dir={one}", code=0)
     dealt = (*by_tokens, "cluster.ranks_per_node=2", "accumulation.balance=measured")
-    done = helpers.call(*padded, *dealt, f"run.dir={two}", timeout=390, code=0)
+    done = helpers.call(*padded, *dealt, f"run.dir={two}", code=0)
     assert "padded to real tokens" in done.stdout
     assert helpers.records(two)[0]["micro_steps"] > 2
     assert helpers.records(two)[0]["speeds"] == [1.0, 1.0]
@@ -131,9 +130,9 @@ def test_a_branch_goes_on_from_the_state_of_another_run(tmp_path):
     )
     two, whole, run = "cluster.ranks_per_node=2", tmp_path / "whole", tmp_path / "run"
     every = ("train.updates=8", "train.checkpoint_every=5")
-    helpers.call(*same, two, *every, f"run.dir={whole}", timeout=390, code=0)
+    helpers.call(*same, two, *every, f"run.dir={whole}", code=0)
     begins = f"train.initial_state={whole}@5"
-    helpers.call(*same, two, begins, "train.updates=3", f"run.dir={run}", timeout=390, code=0)
+    helpers.call(*same, two, begins, "train.updates=3", f"run.dir={run}", code=0)
     assert helpers.result(run)["weights_sha256"] == helpers.result(whole)["weights_sha256"]
     torchs = ("job._target_=tests.tiny_job.Tiny", begins, "tracker=none", f"run.dir={run}2")
     done = helpers.call(*torchs, "train.updates=1", "job.samples=1024")
@@ -182,7 +181,6 @@ def test_on_two_nodes_it_ends_with_the_bits_that_it_has_under_msrun(tmp_path):
             "train.py",
             module="mindspore.parallel.cluster.run",
             cwd=tmp_path,
-            timeout=290,
             PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin",
         )
     assert theirs.returncode == 0, theirs.stdout + theirs.stderr
@@ -196,7 +194,6 @@ def test_on_two_nodes_it_ends_with_the_bits_that_it_has_under_msrun(tmp_path):
         "train.py",
         module="orchestrator",
         cwd=tmp_path,
-        timeout=290,
         code=0,
     )
 
