@@ -2,7 +2,7 @@ import pytest
 
 from orchestrator.testing import ClusterSuite
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.whole_runs, pytest.mark.long]
 
 
 class TestListedNames(ClusterSuite):
