@@ -208,7 +208,7 @@ class Accumulator:
         self.options = options = (options or AccumulationOptions()).with_options(keywords)
         if group is None:
             groups: Any = getattr(optimizer, "param_groups", ())
-            devices = (parameter.device for one in groups for parameter in one["params"])
+            devices = (parameter.device for group in groups for parameter in group["params"])
             group = group_of_torch(next(devices, torch.device("cpu")))
         self.model, self.group = check_arguments(model, group, options), group
         self.optimizer = check_optimizer(optimizer, "the optimizer")
@@ -736,7 +736,9 @@ def _back_propagate(total: Tensor, factor: float) -> None:
 def _refuse_shared(trained: Named) -> None:
     """Raise `ConfigError` for a parameter that a living accumulator has."""
     for collected in (False, True):
-        taken = {id(parameter) for one in _living for parameter in one.buffers.parameters}
+        taken = {
+            id(parameter) for accumulator in _living for parameter in accumulator.buffers.parameters
+        }
         shared = [name for name, parameter in trained if id(parameter) in taken]
         if shared and collected:
             raise ConfigError(

@@ -137,7 +137,7 @@ def _parameters_of_buffers(
     nothing is put between them.
     """
     order = reversed(range(len(parameters)))
-    found: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    members_by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for number in sorted(order, key=lambda n: real_numbers(parameters[n][1]) % 16 != 0):
         name, parameter = parameters[number]
         kind = parameter.real.dtype
@@ -148,10 +148,10 @@ def _parameters_of_buffers(
                 "bits or more"
             )
         if number not in apart:
-            found.setdefault((parameter.device, kind), []).append(number)
-    for members in found.values():  # pairs of reals have to begin at even places
+            members_by_kind.setdefault((parameter.device, kind), []).append(number)
+    for members in members_by_kind.values():  # pairs of reals have to begin at even places
         members.sort(key=lambda number: not parameters[number][1].is_complex())
-    return found
+    return members_by_kind
 
 
 def bucket_slices(
@@ -287,7 +287,7 @@ class GradientBuffers:
         self._copies_first = numbers >= _WORTH_COPYING * len(parameters)
         # With copies, gradients are written by them or by `complete`, but padding is not.
         self._zeroed_from = [end if self._copies_first else 0 for end, _ in self._ends]
-        self._narrow = [n for n, (_, one) in enumerate(local) if one.real.dtype in HALVES]
+        self._narrow = [n for n, (_, slot) in enumerate(local) if slot.real.dtype in HALVES]
         for number in self._narrow:
             self.parameters[number].grad_dtype = None  # any: a backward's is added to float32
 
@@ -342,13 +342,13 @@ class GradientBuffers:
         if self.attached:
             return
         for number, parameter in enumerate(self.parameters):
-            found, view = parameter.grad, self.views[number]
-            if found is self._grads[number] or (found is None and self._is_unused(number)):
+            gradient, view = parameter.grad, self.views[number]
+            if gradient is self._grads[number] or (gradient is None and self._is_unused(number)):
                 continue
-            if found is not None:
-                if found.requires_grad or self.hook_counts[number] == version_of(view):
+            if gradient is not None:
+                if gradient.requires_grad or self.hook_counts[number] == version_of(view):
                     raise self._foreign_write(number)
-                view.add_(local_part(found))
+                view.add_(local_part(gradient))
                 self.hook_counts[number] = version_of(view)
             parameter.grad = self._grads[number]
 
@@ -381,7 +381,7 @@ class GradientBuffers:
         used = bytes(map(ne, self.hook_counts, self.at_begin))
         self.used[:] = bytes(map(or_, self.used, used))
         if 0 in used:
-            for number in (number for number, one in enumerate(used) if not one):
+            for number in (number for number, is_used in enumerate(used) if not is_used):
                 self.views[number].zero_()
                 self.at_begin[number] = self.hook_counts[number] = version_of(self.views[number])
                 self.parameters[number].grad = self._grads[number]
@@ -539,11 +539,11 @@ def _move_first(parameter: Tensor, view: Tensor, as_gradient: Tensor) -> None:
     """Move a parameter's first gradient in a window into its view, with one write there."""
     if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
         raise _captured()
-    found = parameter.grad
+    gradient = parameter.grad
     # One that carries a graph is refused by the next `check`.
-    if found is None or found is as_gradient or found.requires_grad:
+    if gradient is None or gradient is as_gradient or gradient.requires_grad:
         return
-    new = found if view is as_gradient else local_part(found)
+    new = gradient if view is as_gradient else local_part(gradient)
     if new.is_sparse:
         view.data.zero_()  # which the view's version does not count
         view.add_(new)

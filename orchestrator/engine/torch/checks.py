@@ -123,13 +123,14 @@ def check_supported(
             (f"parameter {number}", item) if isinstance(item, Tensor) else item
             for number, item in enumerate(model)
         ]
-    found: dict[int, tuple[str, Tensor]] = {}  # shared ones count once, under their first name
+    # Shared parameters count once, under their first name.
+    parameters_by_id: dict[int, tuple[str, Tensor]] = {}
     for name, parameter in named:
         if parameter.requires_grad:
-            found.setdefault(id(parameter), (name, parameter))
-    if not found:
+            parameters_by_id.setdefault(id(parameter), (name, parameter))
+    if not parameters_by_id:
         raise JobError("the model has no parameter to train: none has requires_grad=True")
-    parameters = list(found.values())
+    parameters = list(parameters_by_id.values())
     by_fsdp = isinstance(model, Module) and is_fully_sharded(model)
     for name, parameter in parameters:
         if reason := _unsupported_reason(parameter, by_fsdp=by_fsdp):
@@ -137,7 +138,7 @@ def check_supported(
     kind = type(optimizer).__name__
     stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for parameter in stepped:
-        if parameter.requires_grad and id(parameter) not in found:
+        if parameter.requires_grad and id(parameter) not in parameters_by_id:
             raise ConfigError(
                 f"the {kind} has a parameter of shape {tuple(parameter.shape)} that the "
                 "accumulator does not train, so its gradient would not be reduced: is it of "
@@ -145,7 +146,7 @@ def check_supported(
                 "optimizer from the parameters that the accumulator is given"
             )
     stepped_ids = set(map(id, stepped))
-    lacking = [name for known, (name, _) in found.items() if known not in stepped_ids]
+    lacking = [name for known, (name, _) in parameters_by_id.items() if known not in stepped_ids]
     if lacking:
         raise ConfigError(
             f"the {kind} lacks {first_few(lacking, 1)}, which no step would change: add it to the "
@@ -240,8 +241,12 @@ def averaged_by(node: Any, depth: int = 8) -> list[str]:
     if name in _ONLY_PASS or name in _SUMS:
         parts = [part for part, _ in node.next_functions if part is not None]
         if parts and (name in _SUMS or len(parts) == 1):
-            found = [averaged_by(part, depth - 1) for part in parts]
-            return [made_by for means in found for made_by in means] if all(found) else []
+            means_of_parts = [averaged_by(part, depth - 1) for part in parts]
+            return (
+                [made_by for means in means_of_parts for made_by in means]
+                if all(means_of_parts)
+                else []
+            )
     return []
 
 

@@ -258,10 +258,10 @@ def check_same_traits(
     compared = group.rank in (usual_rank, odd[0])
     texts = gather_texts(group, json.dumps(list(traits) if compared else []))
     usual: list[Trait] = json.loads(texts[usual_rank])
-    theirs: list[Trait] = json.loads(texts[odd[0]])
+    odd_traits: list[Trait] = json.loads(texts[odd[0]])
     numbers = [(numbers or range(group.size))[rank] for rank in odd]
     who, verb = named_ranks(numbers), "differ" if len(odd) > 1 else "differs"
-    pairs = list(zip_longest(usual, theirs, fillvalue=("", "nothing")))
+    pairs = list(zip_longest(usual, odd_traits, fillvalue=("", "nothing")))
     (what, value), (_, other) = next((a, b) for a, b in pairs if a != b)
     if what.startswith(_NUMBERS):
         count = sum(a != b and a[0].startswith(_NUMBERS) for a, b in pairs)

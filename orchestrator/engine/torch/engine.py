@@ -302,11 +302,11 @@ class TorchEngine(Engine):
                     f"{name or 'the model'} in evaluation mode on {named_ranks(odd)} alone. Call "
                     "eval() or train() there on all ranks, by the update's number"
                 )
-        held = dict(self.model.named_buffers())
+        buffers = dict(self.model.named_buffers())
         names = [name for name in self._buffers if name.rpartition(".")[0] in new]
-        names = [name for name in names if not is_opaque(held[name])]
+        names = [name for name in names if not is_opaque(buffers[name])]
         if names:
-            take_buffers(self._group, self.model, {name: held[name] for name in names})
+            take_buffers(self._group, self.model, {name: buffers[name] for name in names})
 
     def micro_step(self, batch: Any, micro_batch: MicroBatch) -> None:
         window = self._window
@@ -663,7 +663,7 @@ class TorchEngine(Engine):
     def memory_bytes(self) -> dict[str, int]:
         state = self.accumulator.optimizer.state.values()
         # An optimizer may keep plain numbers of its own beside the states of parameters.
-        states = (held for held in state if isinstance(held, Mapping))
+        states = (entries for entries in state if isinstance(entries, Mapping))
         tensors = (v for held in states for v in held.values() if isinstance(v, Tensor))
         return {
             "parameters": _bytes((*self.model.parameters(), *self.model.buffers())),
@@ -678,8 +678,8 @@ class TorchEngine(Engine):
         return peak_memory_bytes(self._group.device)
 
     def warnings(self, micro_batches: int | None = None) -> list[str]:
-        found = advice(self.model, ranks=self._group.size, micro_batches=micro_batches)
-        return [*self._warnings, *found]
+        advices = advice(self.model, ranks=self._group.size, micro_batches=micro_batches)
+        return [*self._warnings, *advices]
 
     # ------------------------------------------------------------------ another group
     # Weights and optimizer state change only in the optimizer's step, so a window that broke off
@@ -745,9 +745,12 @@ class TorchEngine(Engine):
             state = self._state_to_send() if among.rank == source else {}
             text, found = send_state(among, source, progress, state)
             if behind:
-                held = self.model.state_dict()
+                own_tensors = self.model.state_dict()
                 self.model.load_state_dict(
-                    {name: as_sharded(value, held[name]) for name, value in found["model"].items()}
+                    {
+                        name: as_sharded(value, own_tensors[name])
+                        for name, value in found["model"].items()
+                    }
                 )
                 if self._sharded is not None:
                     self._sharded.load_own_state(self.accumulator.optimizer, found["optimizer"])
@@ -804,8 +807,8 @@ class TorchEngine(Engine):
         have = [bool(row[0]) for row in gather_numbers(group, [self._whole_state is not None])]
         if not any(have):
             return self.accumulator.optimizer_state(group)
-        _, found = send_state(group, have.index(True), "", self._whole_state or {})
-        return self._whole_state or found
+        _, received = send_state(group, have.index(True), "", self._whole_state or {})
+        return self._whole_state or received
 
     def regroup(self, group: BaseGroup) -> None:
         earlier, self._group = self.accumulator, group

@@ -230,8 +230,8 @@ class FullySharded:
         # Ranks of a copy that use other parameters would else scatter buffers of other sizes.
         module.set_reduce_scatter_unused_params(True)
         for part in module._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001  # no public name
-            held = [one.sharded_param for one in part.fsdp_params]
-            if len(kinds := {str(one.dtype) for one in held if one.requires_grad}) > 1:
+            sharded_params = [fsdp_param.sharded_param for fsdp_param in part.fsdp_params]
+            if len(kinds := {str(p.dtype) for p in sharded_params if p.requires_grad}) > 1:
                 raise ConfigError(
                     f"one fully_shard() takes parameters of one dtype, but has got "
                     f"{' and '.join(sorted(kinds))}: call it on the layers of the other one first"
@@ -314,8 +314,8 @@ def _whole(tensor: Tensor, *, keep: bool) -> Tensor:
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     if not keep:
         return torch.empty(0)
-    found = whole.detach().cpu()
-    return found.clone() if found.data_ptr() == local_part(tensor).data_ptr() else found
+    copy = whole.detach().cpu()
+    return copy.clone() if copy.data_ptr() == local_part(tensor).data_ptr() else copy
 
 
 class FullyShardedReduction(RowReduction):

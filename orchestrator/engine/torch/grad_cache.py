@@ -53,11 +53,13 @@ class Layout:
         single = isinstance(embeddings, Tensor)
         tensors = (embeddings,) if single else tuple(embeddings)
         for tensor in tensors:
-            found = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            description = (
+                tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            )
             if not isinstance(tensor, Tensor) or tensor.shape[:1] != (samples,):
                 raise JobError(
                     "embed() must give a tensor, or a tuple of tensors, with one row for each of "
-                    f"the micro-batch's {samples} samples, but gives {found}"
+                    f"the micro-batch's {samples} samples, but gives {description}"
                 )
         return cls(single, tuple(t.shape[1:] for t in tensors), tuple(t.dtype for t in tensors))
 
@@ -124,9 +126,9 @@ class CoupledWindows:
         Raises:
             JobError: the job's methods do not give what the contract says.
         """
-        layout, mine = self._own_rows()
+        layout, own_rows = self._own_rows()
         with self._clock.wait:
-            rows = self._group.all_gather(mine, window.samples_per_rank or None, in_window=True)
+            rows = self._group.all_gather(own_rows, window.samples_per_rank or None, in_window=True)
             if window.order is not None:  # the loss sees samples in the order of positions
                 rows = torch.empty_like(rows).index_copy_(
                     0, torch.tensor(window.order, device=rows.device), rows
@@ -168,9 +170,9 @@ class CoupledWindows:
         """Return this rank's rows; none, of the right width, on a rank without samples."""
         if self._layout is None:
             with torch.no_grad(), in_evaluation(self._model):  # one sample has no variance
-                one = collate_of(self._job)([dataset_of(self._job)[0]])
+                sample = collate_of(self._job)([dataset_of(self._job)[0]])
                 self._layout, _ = self._embed(
-                    one, MicroBatch(update=0, positions=(0,), indices=(0,))
+                    sample, MicroBatch(update=0, positions=(0,), indices=(0,))
                 )
         if self._kept:
             return self._layout, torch.cat([rows for _, _, rows in self._kept])
@@ -189,9 +191,9 @@ class CoupledWindows:
         scale = self._accumulator.precision.scale
         # The graph is needed once more where the loss's own parameters get their gradient.
         keep = any(micro_batch.start == 0 for _, micro_batch, _ in self._kept)
-        found: Any = torch.autograd.grad(
+        gradient: Any = torch.autograd.grad(
             loss.total * scale, rows, retain_graph=keep, allow_unused=True
         )[0]
-        if found is None:
+        if gradient is None:
             raise JobError("Loss.total of loss_of_embeddings() does not depend on the embeddings")
-        return loss, found / scale
+        return loss, gradient / scale

@@ -164,11 +164,13 @@ class BaseGroup(Group):
             return out.copy_(tensor)
         # Transports gather equal parts, so shorter ones travel padded to the longest.
         reals = math.prod(tensor.shape[1:]) * (2 if tensor.is_complex() else 1)
-        mine = flatten(tensor)
+        own_part = flatten(tensor)
         if sizes[self.rank] < max(sizes):
-            mine = torch.cat([mine, mine.new_zeros(max(sizes) * reals - mine.numel())])
-        parts = [torch.empty_like(mine) for _ in sizes]
-        self._start_gather(parts, mine).wait()
+            own_part = torch.cat(
+                [own_part, own_part.new_zeros(max(sizes) * reals - own_part.numel())]
+            )
+        parts = [torch.empty_like(own_part) for _ in sizes]
+        self._start_gather(parts, own_part).wait()
         target, start = flatten(out), 0
         for part, size in zip(parts, sizes, strict=True):
             count = size * reals
@@ -319,13 +321,13 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 def to_floats(numbers: Sequence[Any]) -> list[float]:
     """Return numbers, some of them tensors of one, with one transfer from each device."""
-    found, on_device = list(numbers), dict[torch.device, list[int]]()
+    values, on_device = list(numbers), dict[torch.device, list[int]]()
     for index, number in enumerate(numbers):
         if isinstance(number, Tensor) and not number.is_cpu:
             on_device.setdefault(number.device, []).append(index)
     for indices in on_device.values():
         # float64 holds all others exactly; a count above 2**53 is out of reach.
-        stacked = torch.stack([found[n].reshape(()).to(torch.float64) for n in indices])
+        stacked = torch.stack([values[n].reshape(()).to(torch.float64) for n in indices])
         for index, number in zip(indices, stacked.tolist(), strict=True):
-            found[index] = number
-    return list(map(float, found))
+            values[index] = number
+    return list(map(float, values))

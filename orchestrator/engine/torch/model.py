@@ -113,11 +113,11 @@ def moved(batch: Any, device: torch.device, *, double: bool = False) -> Any:
         return batch.to(device, dtype, non_blocking=True)
     if isinstance(batch, Mapping):
         entries: Mapping[Any, Any] = batch
-        found = {key: moved(value, device, double=double) for key, value in entries.items()}
+        moved_entries = {key: moved(value, device, double=double) for key, value in entries.items()}
         if type(batch) is dict or not isinstance(batch, (dict, UserDict)):
-            return found
+            return moved_entries
         same: Any = copy.copy(entries)  # a tokenizer's batch has attributes as well
-        same.update(found)
+        same.update(moved_entries)
         return same
     if isinstance(batch, PackedSequence):  # whose sizes of batches stay on the CPU
         names = ("data", "sorted_indices", "unsorted_indices")
@@ -201,12 +201,12 @@ class ForwardState:
             alike = now.device == before.device and now.dtype == before.dtype
             return alike and not torch.equal(bytes_of(now), bytes_of(before))
 
-        found = (
+        changed = (
             path
             for (path, name), (layer, _, _, before) in self._buffers.items()
             if has_changed(layer, name, before)
         )
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(changed))
 
     def restore(self) -> None:
         """Give the model back what it had."""
@@ -300,11 +300,11 @@ def is_opaque(buffer: Tensor) -> bool:
 @contextmanager
 def kept_state(model: Module) -> Generator[None]:
     """Give the model back the buffers and extra state that a loss may change."""
-    kept = ForwardState(model, extra=True)
+    state = ForwardState(model, extra=True)
     try:
         yield
     finally:
-        kept.restore()
+        state.restore()
 
 
 # ------------------------------------------------------------------ Precision
@@ -387,7 +387,7 @@ def with_norms(model: Module, choice: str) -> tuple[Module, list[str]]:
     norms = batch_norms_of(model)
     if choice == "warn" or not norms:
         return model, []
-    made: dict[int, Module] = {}
+    replacements: dict[int, Module] = {}
     for name, layer in norms.items():
         where, channels = name or "the model itself", layer.num_features
         if choice == "frozen":
@@ -396,7 +396,7 @@ def with_norms(model: Module, choice: str) -> tuple[Module, list[str]]:
                     f"engine.norm=frozen: {where} keeps no running statistics to freeze; use "
                     "engine.norm=group, or track_running_stats=True"
                 )
-            made[id(layer)] = FrozenBatchNorm(layer)
+            replacements[id(layer)] = FrozenBatchNorm(layer)
             continue
         if channels < 1:  # lazy ones do not know yet
             raise JobError(
@@ -407,12 +407,12 @@ def with_norms(model: Module, choice: str) -> tuple[Module, list[str]]:
         grouped = nn.GroupNorm(groups, channels, eps=layer.eps, affine=layer.affine)
         if layer.affine:
             grouped.weight, grouped.bias = layer.weight, layer.bias
-        made[id(layer)] = grouped
+        replacements[id(layer)] = grouped
     for parent in list(model.modules()):
         for child, layer in list(parent._modules.items()):  # noqa: SLF001  # named_children leaves shared ones out  # pyright: ignore[reportPrivateUsage]
-            if id(layer) in made:
-                setattr(parent, child, made[id(layer)])
-    return made.get(id(model), model), [replaced_norms(choice, norms)]
+            if id(layer) in replacements:
+                setattr(parent, child, replacements[id(layer)])
+    return replacements.get(id(model), model), [replaced_norms(choice, norms)]
 
 
 # ------------------------------------------------------------------ Warnings
@@ -450,20 +450,20 @@ def advice(model: Module, *, ranks: int, micro_batches: int | None) -> list[str]
         ranks: how many train it.
         micro_batches: of an update, over all ranks; None for many.
     """
-    found: list[str] = []
+    advices: list[str] = []
     norms = {
         name: layer.running_mean is not None
         for name, layer in batch_norms_of(model).items()
         if layer.training or layer.running_mean is None
     }
     if norms and micro_batches != 1:
-        found.append(norm_advice(norms, apart=any(norms.values()) and ranks > 1))
+        advices.append(norm_advice(norms, apart=any(norms.values()) and ranks > 1))
     if sparse := sparse_embeddings(model):
-        found.append(
+        advices.append(
             f"sparse gradients of {name_layers(sparse)} are accumulated as dense ones; "
             "sparse=False says so and is faster"
         )
-    return found
+    return advices
 
 
 # ------------------------------------------------------------------ Optimizers
@@ -489,7 +489,7 @@ def build_optimizer(model: Module, settings: Mapping[str, Any]) -> Optimizer:
     Raises:
         ConfigError: an unknown class or key, or values that are refused.
     """
-    spelled, make, given = optimizer_class(settings, BY_NAME)
+    spelled, make, arguments = optimizer_class(settings, BY_NAME)
     parameters = [p for p in model.parameters() if p.requires_grad]
     # Fused is one kernel for the whole step, several times as fast as torch's default; it reads
     # memory as it lies. That of SGD gains little, and fails where a parameter is first used late.
@@ -497,13 +497,13 @@ def build_optimizer(model: Module, settings: Mapping[str, Any]) -> Optimizer:
         p.is_floating_point() and is_dense(local_part(p)) and p.device.type in ("cpu", "cuda")
         for p in parameters
     )
-    by_hand = given.keys() & {"foreach", "fused", "capturable", "differentiable"}
+    by_hand = arguments.keys() & {"foreach", "fused", "capturable", "differentiable"}
     if "_target_" not in settings and not by_hand and can_fuse:
-        given["fused"] = True
+        arguments["fused"] = True
     try:
-        built = make(parameters, lr=1.0, **given)
+        built = make(parameters, lr=1.0, **arguments)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{spelled} with {given} cannot be built: {error}") from error
+        raise ConfigError(f"{spelled} with {arguments} cannot be built: {error}") from error
     return check_optimizer(built, spelled)
 
 

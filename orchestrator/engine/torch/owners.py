@@ -80,25 +80,25 @@ def whole_parameters(optimizer: Optimizer, trained: Named, shard_by: str) -> lis
     numbers = {id(parameter): number for number, (_, parameter) in enumerate(trained)}
     whole: list[int] = []
     for group in optimizer.param_groups:
-        stated = group.get("shard_by", usual)
-        if stated is None:
+        choice = group.get("shard_by", usual)
+        if choice is None:
             raise ConfigError(
                 f"engine.shard_optimizer=true does not know {kind.__module__}.{kind.__qualname__}; "
                 f"it knows torch.optim's {', '.join((*SHARDABLE, *WHOLE))}. If it steps each "
                 "parameter by that parameter alone, state engine.shard_by=parameters (in a script "
                 "shard_by='parameters'): each rank then owns whole parameters"
             )
-        if stated not in ("elements", "parameters"):
+        if choice not in ("elements", "parameters"):
             raise ConfigError(
                 f"the entry 'shard_by' of a parameter group must be 'elements' or 'parameters', "
-                f"but is {stated!r}"
+                f"but is {choice!r}"
             )
-        if stated == "elements" and needs_whole_parameters(optimizer):
+        if choice == "elements" and needs_whole_parameters(optimizer):
             raise ConfigError(
                 f"{kind.__name__} needs whole parameters, but a parameter group of it has the "
                 "entry shard_by='elements'; leave it out"
             )
-        if stated == "parameters":
+        if choice == "parameters":
             whole += [numbers[id(p)] for p in group["params"] if id(p) in numbers]
     return sorted(whole)
 

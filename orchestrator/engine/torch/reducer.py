@@ -137,7 +137,9 @@ class FastReduction:
     def _send_completed(self, parameter: int) -> None:
         """Send the buckets that a parameter's gradient completes."""
         sent = len(self._in_flight)
-        if parameter in self._arrived and any(parameter in one for one in self._members[:sent]):
+        if parameter in self._arrived and any(
+            parameter in members for members in self._members[:sent]
+        ):
             name = self.buffers.slots[parameter].name
             raise JobError(
                 f"the gradient of {name} grew after it was sent: one backward reached it "

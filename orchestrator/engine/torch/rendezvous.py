@@ -134,11 +134,11 @@ def host(spec: GroupSpec) -> SecretStore:
         use_libuv=torch.__version__ >= TorchVersion("2.8"),  # before, it took no socket
     )
     token = secrets.token_hex(16)
-    ours = SecretStore(store, token)
-    ours.set(HERE, True)
+    secret_store = SecretStore(store, token)
+    secret_store.set(HERE, True)
     where = {"address": spec.address, "port": port, "node": spec.node, "token": token}
     publish(rendezvous_file(spec), {"generation": spec.generation, "size": spec.size, **where})
-    return ours
+    return secret_store
 
 
 def decide(
@@ -217,8 +217,8 @@ def _connect(content: dict[str, Any]) -> SecretStore | None:
             address, port, None, timeout=timedelta(seconds=_CONNECT_S), wait_for_workers=False
         )
         store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
-        ours = SecretStore(store, str(content["token"]))
-        return ours if ours.get(HERE) else None
+        secret_store = SecretStore(store, str(content["token"]))
+        return secret_store if secret_store.get(HERE) else None
     except (OSError, DistError):
         return None  # an earlier attempt's address, or rank 0 is gone: the caller asks again
 

@@ -140,8 +140,8 @@ class ReproducibleReduction:
                 "begin_window(leaves=...) is the number of the update's leaves over all ranks, 1 "
                 f"or more; it is {leaves}. Without it they are counted as they come"
             )
-        kept = [node.buffers for node in self._stack if node.buffers is not self.buffers]
-        self._free = [one for one in self._free if one is not self.buffers] + kept
+        stacked = [node.buffers for node in self._stack if node.buffers is not self.buffers]
+        self._free = [buffers for buffers in self._free if buffers is not self.buffers] + stacked
         self._stack.clear()
         self._leaves, self._owned, self._spent = leaves, _NO_LEAVES, False
         self.buffers.begin()
@@ -205,11 +205,11 @@ class ReproducibleReduction:
     def _fold(self, node: _Node, leaves: int) -> None:
         """Put `node` on the stack, added to its left siblings as long as there are any."""
         while self._stack and are_siblings(self._stack[-1].leaves, node.leaves, leaves):
-            left = self._stack.pop()
-            for ours, theirs in zip(left.buffers.flats, node.buffers.flats, strict=True):
-                ours.add_(theirs)
+            sibling = self._stack.pop()
+            for total, addend in zip(sibling.buffers.flats, node.buffers.flats, strict=True):
+                total.add_(addend)
             self._free.append(node.buffers)
-            node = _Node((left.leaves[0], node.leaves[1]), left.buffers)
+            node = _Node((sibling.leaves[0], node.leaves[1]), sibling.buffers)
         self._stack.append(node)
 
     def reduce(self, trailer: Trailer) -> tuple[Trailer, GradientNorm]:
@@ -221,8 +221,8 @@ class ReproducibleReduction:
         Raises:
             PlanError: on all ranks alike, when the ranks' leaves are not each of the update's once.
         """
-        said = _COUNTED if self._leaves is None else self._leaves
-        rows = gather_numbers(self._group, [*self._owned, said, *trailer.numbers(WIDE)])
+        leaf_count = _COUNTED if self._leaves is None else self._leaves
+        rows = gather_numbers(self._group, [*self._owned, leaf_count, *trailer.numbers(WIDE)])
         leaves, owned = self._numbered(rows)
         if wrong := gap_in(owned, leaves):
             raise PlanError(f"of {leaves} leaves of an update, {wrong}: ranks own {owned}")
@@ -234,7 +234,7 @@ class ReproducibleReduction:
             empty.complete()
             self._use(empty)
         elif self._group.size > 1:
-            self._use(self._sum_along_tree([nodes_of(one, leaves) for one in owned], leaves))
+            self._use(self._sum_along_tree([nodes_of(ranges, leaves) for ranges in owned], leaves))
         else:
             self._use(self._stack.pop().buffers)
         norm = GradientNorm()
@@ -282,7 +282,7 @@ class ReproducibleReduction:
             into = self._free_buffers()
             received.append(into)
             senders = [ranges[turn] if turn < len(ranges) else None for ranges in nodes]
-            mine = self._stack[turn].buffers if turn < len(self._stack) else None
+            own_buffers = self._stack[turn].buffers if turn < len(self._stack) else None
             for number, flat in enumerate(into.flats):
                 if not flat.numel():
                     continue
@@ -290,19 +290,19 @@ class ReproducibleReduction:
                 segment = flat.numel() // self._group.size
                 counts = [0 if node is None else segment for node in senders]
                 arriving = flat[: sum(counts)]
-                leaving = flat[:0] if mine is None else mine.flats[number]
+                leaving = flat[:0] if own_buffers is None else own_buffers.flats[number]
                 self._group.all_to_all(arriving, leaving, counts=counts)
                 sent = [node for node in senders if node is not None]
                 parts[number] |= zip(sent, arriving.split(segment), strict=True)
-            if mine is not None:
-                self._free.append(mine)
+            if own_buffers is not None:
+                self._free.append(own_buffers)
         self._stack.clear()
         result = self._free_buffers()
-        for flat, held in zip(result.flats, parts, strict=True):
+        for flat, pieces in zip(result.flats, parts, strict=True):
             if not flat.numel():
                 continue
-            mine = flat.chunk(self._group.size)[self._group.rank]
-            mine.copy_(_total((0, leaves), held))
+            own_chunk = flat.chunk(self._group.size)[self._group.rank]
+            own_chunk.copy_(_total((0, leaves), pieces))
             self._group.gather_in_place_async(flat).wait()
         self._free += received
         return result

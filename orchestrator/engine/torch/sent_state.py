@@ -63,9 +63,9 @@ def take_buffers(group: BaseGroup, model: Module, buffers: Mapping[str, Tensor])
     for name, value in received.items():
         path, _, own_name = name.rpartition(".")
         layer = model.get_submodule(path)
-        held = getattr(layer, own_name)
-        if held.shape == value.shape and not is_expanded(held):
-            held.detach().copy_(value)
+        own_buffer = getattr(layer, own_name)
+        if own_buffer.shape == value.shape and not is_expanded(own_buffer):
+            own_buffer.detach().copy_(value)
         else:
             setattr(layer, own_name, value)
 
@@ -80,8 +80,8 @@ def buffers_of_writer(group: BaseGroup, model: Module, names: Sequence[str]) -> 
             have registered others on some ranks alone.
     """
     with kept_state(model):
-        held = dict(model.named_buffers())
-        buffers = {name: held[name] for name in names if not is_opaque(held[name])}
+        all_buffers = dict(model.named_buffers())
+        buffers = {name: all_buffers[name] for name in names if not is_opaque(all_buffers[name])}
         if buffers and group.size > 1:
             digests = [digest_of(buffer) for buffer in buffers.values()]
             rows = gather_numbers(group, [float(folded(digests))])

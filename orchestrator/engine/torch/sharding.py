@@ -117,14 +117,14 @@ class RowReduction(FastReduction):
 
     def non_finite(self) -> list[str]:
         """Return the parameters whose summed gradient holds NaN or infinity. Collective."""
-        found = [
+        counts_of_parts = [
             sum(
                 not bool(self.buffers.flats[slot.buffer][start:end].isfinite().all())
                 for start, end in slot.ranges_in(self.owned)
             )
             for slot in self.buffers.slots
         ]
-        counts = torch.tensor(found, dtype=torch.int32, device=self._all_ranks.device)
+        counts = torch.tensor(counts_of_parts, dtype=torch.int32, device=self._all_ranks.device)
         self._all_ranks.all_reduce_sum(counts)
         return [self.buffers.slots[n].name for n, count in enumerate(counts.tolist()) if count]
 
@@ -370,8 +370,8 @@ class OptimizerShard:
         # State of one name and dtype, over the parameters of one buffer, lies as their weights do.
         kinds = {
             (self._slots[number].buffer, key, dtype)
-            for number, held in layout.items()
-            for key, (dtype, value) in held.items()
+            for number, entries in layout.items()
+            for key, (dtype, value) in entries.items()
             if dtype and value is None
         }
         whole: dict[tuple[int, str, str], Tensor] = {}
@@ -444,7 +444,7 @@ class OptimizerShard:
             ValueError: it is the state of other parameters.
         """
         groups: list[dict[str, Any]] = saved["param_groups"]
-        if [len(group["params"]) for group in groups] != [len(one) for one in self._groups]:
+        if [len(group["params"]) for group in groups] != [len(members) for members in self._groups]:
             raise ValueError("the saved state has other groups, or groups of other sizes")
         states: dict[int, dict[str, Any]] = {}
         parts: list[dict[str, Any]] = []
@@ -494,18 +494,21 @@ class OptimizerShard:
 
         Every rank that has a piece of a parameter keeps the same, so the first one counts.
         """
-        mine: Layout = {}
+        own_layout: Layout = {}
         for number, pieces in enumerate(self._pieces):
             is_cut = bool(pieces) and not pieces[0].is_whole
             for key, value in self._state_of(pieces[0]).items() if is_cut else ():
-                said = "", value
+                entry = "", value
                 if isinstance(value, Tensor):
-                    said = _dtype_name(value), None if _is_elementwise(key, value) else value.item()
-                mine.setdefault(number, {})[key] = said
+                    entry = (
+                        _dtype_name(value),
+                        None if _is_elementwise(key, value) else value.item(),
+                    )
+                own_layout.setdefault(number, {})[key] = entry
         layout: Layout = {}
-        for text in gather_texts(group, json.dumps(mine)):
-            for number, held in json.loads(text).items():
-                layout.setdefault(int(number), held)
+        for text in gather_texts(group, json.dumps(own_layout)):
+            for number, entries in json.loads(text).items():
+                layout.setdefault(int(number), entries)
         return layout
 
     def _state_of(self, piece: Piece) -> Mapping[str, Any]:
@@ -560,7 +563,7 @@ def _is_elementwise(key: str, value: Any) -> bool:
 
 def _flat_state(slot: GradientSlot, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a parameter's state, elementwise tensors as they lie in a flat buffer."""
-    found, parameter = dict(state), slot.parameter
+    flat_state, parameter = dict(state), slot.parameter
     for key, value in state.items():
         if not _is_elementwise(key, value):
             continue
@@ -570,6 +573,6 @@ def _flat_state(slot: GradientSlot, state: Mapping[str, Any]) -> dict[str, Any]:
                 f"parameter is of {tuple(parameter.shape)}"
             )
         dtype = value.real.dtype if value.is_complex() else value.dtype
-        found[key] = torch.empty(slot.count, dtype=dtype, device=value.device)
-        slot.view(found[key], 0).copy_(value)
-    return found
+        flat_state[key] = torch.empty(slot.count, dtype=dtype, device=value.device)
+        slot.view(flat_state[key], 0).copy_(value)
+    return flat_state

@@ -54,9 +54,9 @@ def load_model(model: Module, folder: Path, rest: Mapping[str, Any]) -> None:
     Raises:
         RunFolderError: they are another model's.
     """
-    held, _ = model_state(model)
-    state = saved_model(folder, rest, held.get)
-    state |= {n: shard_like(state[n], tensor) for n, tensor in held.items() if n in state}
+    own_tensors, _ = model_state(model)
+    state = saved_model(folder, rest, own_tensors.get)
+    state |= {n: shard_like(state[n], tensor) for n, tensor in own_tensors.items() if n in state}
     names = {uncompiled(name): name for name in model.state_dict()}
     try:
         model.load_state_dict({names.get(name, name): value for name, value in state.items()})
@@ -112,21 +112,21 @@ def load_weights(model: Module, path: Path) -> None:
     Raises:
         ConfigError: names, shapes or dtypes are not the model's.
     """
-    held, rest = model_state(model)
+    own_tensors, rest = model_state(model)
     within = tuple(f"{key}." for key in rest)
-    found = {
+    loaded = {
         name: tensor
         for key, tensor in _read(path).items()
-        if (name := uncompiled(key)) in held or not name.startswith(within)
+        if (name := uncompiled(key)) in own_tensors or not name.startswith(within)
     }
-    _, aliases = _without_aliases(held)
+    _, aliases = _without_aliases(own_tensors)
     for alias, name in (*((name, alias) for alias, name in aliases.items()), *aliases.items()):
-        if name in found:
-            found.setdefault(alias, found[name])
-    check_fits(_kinds(found), _kinds(held))
+        if name in loaded:
+            loaded.setdefault(alias, loaded[name])
+    check_fits(_kinds(loaded), _kinds(own_tensors))
     with torch.no_grad():
-        for name, tensor in held.items():
-            tensor.copy_(shard_like(found[name], tensor))
+        for name, tensor in own_tensors.items():
+            tensor.copy_(shard_like(loaded[name], tensor))
 
 
 def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -159,9 +159,9 @@ def load_optimizer(
         """Return the tensor whose sharding state has, from a path as in state.0.exp_avg."""
         if others and path in others:
             return others[path]
-        found = re.match(r"(?:(.*?)\.)?state\.(\d+)\.", path)
-        known = parameters.get(found[1] or "", []) if found else []
-        number = int(found[2]) if found else 0
+        match = re.match(r"(?:(.*?)\.)?state\.(\d+)\.", path)
+        known = parameters.get(match[1] or "", []) if match else []
+        number = int(match[2]) if match else 0
         return known[number] if number < len(known) else None
 
     saved = unpack(packed, _read_saved(folder, OPTIMIZER, held))
@@ -195,7 +195,7 @@ def restore_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, values in states.items():
         parameter, mastered = parameters[number], MASTER in saved["state"][number]
-        held = optimizer.state[parameter]
+        own_state = optimizer.state[parameter]
         for key, value in values.items():
             if not isinstance(value, Tensor):
                 continue
@@ -204,9 +204,9 @@ def restore_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
             # one. Those of a master were as wide as it was.
             narrowed = mastered and like is parameter and key != "step"
             dtype = parameter.dtype if narrowed else value.dtype
-            wanted = torch.empty_like(like, dtype=dtype, device=held[key].device)
-            if (held[key].dtype, held[key].stride()) != (wanted.dtype, wanted.stride()):
-                held[key] = wanted.copy_(value)
+            wanted = torch.empty_like(like, dtype=dtype, device=own_state[key].device)
+            if (own_state[key].dtype, own_state[key].stride()) != (wanted.dtype, wanted.stride()):
+                own_state[key] = wanted.copy_(value)
 
 
 def weights_sha256(model: Module, *, keep: bool = True) -> str:
@@ -219,13 +219,13 @@ def weights_sha256(model: Module, *, keep: bool = True) -> str:
         keep: the digest is wanted on this rank; elsewhere it is "".
     """
     tensors, _ = model_state(model)
-    kept, _ = _without_aliases(tensors)
+    unaliased, _ = _without_aliases(tensors)
     digest = hashlib.sha256()
     for name in sorted(tensors):
         # One tensor at a time, since all of them may be too large for a host.
         tensor = tensors[name]
         whole = tensor.full_tensor() if is_sharded(tensor) else tensor
-        if keep and name in kept:
+        if keep and name in unaliased:
             digest.update(bytes_of(whole.cpu()).numpy().data)
     return digest.hexdigest() if keep else ""
 
@@ -267,28 +267,28 @@ def pack(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
 def _without_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors by name, and {other name: name} for those that are the same memory."""
     first: dict[Any, str] = {}
-    kept: dict[str, Tensor] = {}
+    unaliased: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     for name in sorted(tensors):
         tensor = local_part(tensors[name])
         key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         same = first.setdefault(key, name) if tensor.numel() else name
         if same == name:
-            kept[name] = tensors[name]
+            unaliased[name] = tensors[name]
         else:
             aliases[name] = same
-    return kept, aliases
+    return unaliased, aliases
 
 
 def prepared(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the real tensors that a file holds, which share no memory, and its metadata.
     Nothing is copied.
     """
-    kept, aliases = _without_aliases(tensors)
-    complexes = sorted(name for name, tensor in kept.items() if tensor.is_complex())
+    unaliased, aliases = _without_aliases(tensors)
+    complexes = sorted(name for name, tensor in unaliased.items() if tensor.is_complex())
     plain = {
         name: torch.view_as_real(t.detach().resolve_conj()) if t.is_complex() else t.detach()
-        for name, t in kept.items()
+        for name, t in unaliased.items()
     }
     # One entry: of several the order is the library's, another one in each process.
     return plain, {EXTRA: json.dumps({"aliases": aliases, "complex": complexes})}
@@ -327,12 +327,12 @@ def _prepared_shards(
     """
     from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
-    found: dict[str, Tensor] = {}
+    shards: dict[str, Tensor] = {}
     offsets: dict[str, Any] = {}
-    kept, _ = _without_aliases(tensors)
+    unaliased, _ = _without_aliases(tensors)
     for name, tensor in tensors.items():
         local = local_part(tensor).detach()
-        if name not in kept:  # DCP knows no names for shared memory
+        if name not in unaliased:  # DCP knows no names for shared memory
             local = local.clone()
         if local.dtype == torch.complex128:
             raise JobError(f"{name} is complex128, which a file of shards cannot hold")
@@ -340,11 +340,11 @@ def _prepared_shards(
             if local.numel() or not tensor.numel():
                 [item] = create_default_local_save_plan({name: tensor}, True).items
                 assert item.tensor_data is not None  # noqa: S101  # as of every tensor
-                found[name] = local
+                shards[name] = local
                 offsets[name] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
         elif with_whole:
-            found[name], offsets[name] = local, {"saved_offsets": [0] * local.ndim}
-    return found, {SHARDS: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+            shards[name], offsets[name] = local, {"saved_offsets": [0] * local.ndim}
+    return shards, {SHARDS: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
 
 
 def _read_saved(folder: Path, kind: str, held: Held = lambda _: None) -> dict[str, Tensor]:

@@ -88,12 +88,12 @@ class _NarrowestDtype(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
-        made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
             is_narrower = isinstance(tensor, Tensor) and tensor.is_floating_point()
             if is_narrower and tensor.dtype.itemsize < self.dtype.itemsize:
                 self.dtype = tensor.dtype
-        return made
+        return result
 
 
 def check_samples(
@@ -269,7 +269,7 @@ class _Probe:
         # Samples of one class, say, may all be in one half; or come once in the whole.
         twice = self._loss(way, samples[:half] * 2, with_gradient=False)
         computed = (whole, again, turned, left, right, *alone, twice)
-        self.not_finite = not all(one.is_finite() for one in computed)
+        self.not_finite = not all(computation.is_finite() for computation in computed)
         tolerance = self._tolerance(way)
         if not whole.is_finite() or _differ(whole.total, [again.total], tolerance):
             return False
@@ -370,13 +370,13 @@ def _gradient_of(total: Tensor, trained: Sequence[Tensor]) -> list[Tensor]:
     in torch's older way, say), in which totals alone are compared.
     """
     try:
-        found: Any = torch.autograd.grad(total, trained, allow_unused=True)
+        gradients: Any = torch.autograd.grad(total, trained, allow_unused=True)
     except RuntimeError as error:
         log.info("gradients are not compared: %s", error)
         return []
     return [
         torch.zeros_like(parameter) if part is None else part
-        for parameter, part in zip(trained, found, strict=True)
+        for parameter, part in zip(trained, gradients, strict=True)
     ]
 
 
@@ -398,7 +398,7 @@ def _gradient_difference(whole: _Computed, left: _Computed, right: _Computed) ->
     if not (whole.gradient and left.gradient and right.gradient):
         return 0.0
     size = difference = 0.0
-    for all_of_it, one, other in zip(whole.gradient, left.gradient, right.gradient, strict=True):
-        size += float(one.norm()) + float(other.norm())
-        difference += float((all_of_it - one - other).norm())
+    for all_of_it, part, other in zip(whole.gradient, left.gradient, right.gradient, strict=True):
+        size += float(part.norm()) + float(other.norm())
+        difference += float((all_of_it - part - other).norm())
     return difference / size if size else 0.0

@@ -346,17 +346,17 @@ class TorchGroup(BaseGroup):
         )
 
     def _start_gather_in_place(self, tensor: Tensor, pieces: list[Tensor]) -> Work:
-        mine = pieces[self.rank]
+        own_piece = pieces[self.rank]
         if self.transport == "gloo":
-            return self._start_gather(pieces, mine)
+            return self._start_gather(pieces, own_piece)
         return self._start(
-            "all_gather", lambda both: self._group._allgather_base(*both), tensor, mine
+            "all_gather", lambda both: self._group._allgather_base(*both), tensor, own_piece
         )
 
     def _start_uneven_gather(self, tensor: Tensor, pieces: list[Tensor]) -> Work:
         if self._sends_directly(tensor):
-            mine = pieces[self.rank]
-            return self._start_pairwise("all_gather", pieces, [mine] * self.size)
+            own_piece = pieces[self.rank]
+            return self._start_pairwise("all_gather", pieces, [own_piece] * self.size)
         return self._start_each("all_gather", pieces, self._group.broadcast)
 
     def _start_each(
@@ -419,14 +419,14 @@ class TorchGroup(BaseGroup):
         """
         while self._summing and (not self._memory or self._summing[0].after is None):
             self._summing.popleft().wait()
-        mine = pieces[self.rank]
-        needed = (self.size - 1) * mine.nbytes
+        own_piece = pieces[self.rank]
+        needed = (self.size - 1) * own_piece.nbytes
         memory = self._memory.pop()
         if memory.numel() < needed:
-            memory = torch.empty(needed, dtype=torch.uint8, device=mine.device)
-        received = memory[:needed].view(mine.dtype)
-        parts = list(received.view(self.size - 1, mine.numel()).unbind())
-        parts.insert(self.rank, mine)
+            memory = torch.empty(needed, dtype=torch.uint8, device=own_piece.device)
+        received = memory[:needed].view(own_piece.dtype)
+        parts = list(received.view(self.size - 1, own_piece.numel()).unbind())
+        parts.insert(self.rank, own_piece)
 
         def add_up() -> None:
             sum_into(out, parts)
@@ -637,7 +637,7 @@ def choose(everyone: Sequence[RankCapabilities]) -> str:
     Raises:
         TransportError: ranks ask for different ones, or for one that cannot be had here.
     """
-    names = {one.transport for one in everyone}
+    names = {rank.transport for rank in everyone}
     if len(names) > 1:
         raise TransportError(f"ranks ask for different transports: {', '.join(sorted(names))}")
     name = names.pop()
@@ -647,7 +647,7 @@ def choose(everyone: Sequence[RankCapabilities]) -> str:
         )
     if name == "auto":
         lacking = _without_own_gpu(everyone)
-        request = next((one.device_request for one in everyone if one.device_request), "")
+        request = next((rank.device_request for rank in everyone if rank.device_request), "")
         if lacking and request:  # CPUs would be a silent fallback
             raise TransportError(
                 f"devices were asked for ({request}), but transport=auto found that "
@@ -667,23 +667,23 @@ def choose(everyone: Sequence[RankCapabilities]) -> str:
 
 def _without_own_gpu(everyone: Sequence[RankCapabilities]) -> str:
     """Return why these ranks cannot use NCCL, or ""."""
-    for one in everyone:
-        if not one.nccl:
-            return f"torch {torch.__version__} on {one.node} was built without NCCL"
-        if one.device_error:
-            return f"rank {one.rank} on {one.node} cannot use its device: {one.device_error}"
-        if not one.gpu:
-            return f"rank {one.rank} on {one.node} has no GPU that torch can use"
+    for rank in everyone:
+        if not rank.nccl:
+            return f"torch {torch.__version__} on {rank.node} was built without NCCL"
+        if rank.device_error:
+            return f"rank {rank.rank} on {rank.node} cannot use its device: {rank.device_error}"
+        if not rank.gpu:
+            return f"rank {rank.rank} on {rank.node} has no GPU that torch can use"
     return _sharing("GPU", {one.rank: one.gpu for one in everyone}, everyone)
 
 
 def _sharing(kind: str, devices: Mapping[int, str], everyone: Sequence[RankCapabilities]) -> str:
     """Return which ranks share a device; "" if none do."""
     owner: dict[str, RankCapabilities] = {}
-    for one in everyone:
-        first = owner.setdefault(devices[one.rank], one)
-        if first is not one:
-            return f"ranks {first.rank} and {one.rank} on {one.node} share one {kind}"
+    for rank in everyone:
+        first = owner.setdefault(devices[rank.rank], rank)
+        if first is not rank:
+            return f"ranks {first.rank} and {rank.rank} on {rank.node} share one {kind}"
     return ""
 
 
@@ -785,11 +785,11 @@ class Hccl(_ProcessGroupTransport):
                 "transport=hccl needs Ascend NPUs and the package torch_npu, which is not "
                 "installed here; install it together with CANN, or use transport=gloo"
             )
-        without = next((one for one in everyone if not one.npu), None)
+        without = next((rank for rank in everyone if not rank.npu), None)
         if without is not None:
             lacking = f"rank {without.rank} on {without.node} has no NPU that torch can use"
         else:
-            lacking = _sharing("NPU", {one.rank: one.npu for one in everyone}, everyone)
+            lacking = _sharing("NPU", {rank.rank: rank.npu for rank in everyone}, everyone)
         return lacking and (
             f"transport=hccl needs an NPU of its own for every rank: {lacking}. Use fewer ranks a "
             "node (cluster.ranks_per_node), or transport=gloo, which runs on CPUs"

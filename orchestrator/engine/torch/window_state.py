@@ -331,14 +331,14 @@ class WindowState:
         """Return the optimizer's settings; of a tensor its identity and version, which takes no
         wait for its device.
         """
-        found: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
         for number, group in enumerate(self._optimizer.param_groups):
             for name, value in group.items():
                 if isinstance(value, Tensor):
                     value = id(value), version_of(value)  # noqa: PLW2901
                 if name != "params":
-                    found[f"{name} of the optimizer's parameter group {number}"] = value
-        return found
+                    settings[f"{name} of the optimizer's parameter group {number}"] = value
+        return settings
 
     def warn_if_unfinished(self) -> None:
         """Warn of micro-steps without a boundary, when the accumulator is collected."""
