@@ -17,7 +17,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -370,6 +370,8 @@ class Workers:
         worker.hangs = True
         seen, age_s = worker.signs.seen, self._clock() - worker.signs.received
         silent = age_s >= 2 * BEAT_S
+        if silent:  # its latest report is from before: it no longer waits
+            seen = worker.signs.seen = replace(seen, waits="", waited_s=0.0)
         children = worker.children.text if worker.children else ""
         if asleep := asleep_in(worker.pid):
             why += f", asleep in {asleep}: a disk or a file system does not answer"

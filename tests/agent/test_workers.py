@@ -14,6 +14,7 @@ import pytest
 
 from orchestrator.agent import stacks
 from orchestrator.agent import workers as module
+from orchestrator.agent.liveness import RankPosition
 from orchestrator.agent.programs import RankProgram
 from orchestrator.agent.workers import Workers
 from orchestrator.rundir.folder import RunDir
@@ -241,6 +242,26 @@ def test_a_fork_that_fails_says_why(tmp_path, monkeypatch, incarnation, state, l
     assert workers.exit_of(workers.all[0])["failure"] == events[1]["failure"]
     if not incarnation:
         assert "could not be started: Resource temporarily" in events[0]["failure"]["cause"]
+
+
+def test_what_a_silent_rank_waited_for_in_its_latest_report_is_no_longer_said(begun, monkeypatch):
+    def fork():
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(f"{module.__name__}.fork_session", fork)
+    events = []
+    with selectors.DefaultSelector() as selector:
+        workers = Workers(spec=node_spec(begun.path), selector=selector, report=events.append)
+        workers.start(0, 0)
+        worker = workers.all[0]
+        worker.signs.pid = os.getpid()
+        worker.signs.seen = RankPosition(where="the boundary of update 1", waits="2 s", waited_s=2)
+        worker.signs.received = workers._clock() - 11
+        workers._report_hang(worker, "without using a processor")
+    [hang] = [event for event in events if event["event"] == "hangs"]
+    assert (hang["silent"], "sent nothing for 11 s" in hang["cause"]) == (True, True)
+    for event in (hang, workers.exit_of(worker)):
+        assert event["seen"] == {"where": "the boundary of update 1"}
 
 
 @pytest.mark.parametrize(
