@@ -20,6 +20,8 @@ from tests import warm
 from tests.audit import drawn, kinds, loop
 from tests.audit.observed import NAMES
 
+pytestmark = pytest.mark.long
+
 NEED_RANKS = {
     "mean-of-means-over-ranks",
     "not-reduced",

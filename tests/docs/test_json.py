@@ -11,6 +11,8 @@ from tests.docs.printed import ROOT
 from tests.helpers import LIGHT, TINY, call, verb
 from tests.search.helpers import line_of
 
+pytestmark = pytest.mark.long
+
 SCHEMAS = yaml.safe_load((ROOT / "docs" / "reference" / "json.yaml").read_text())
 ONE = ("cluster.nodes=1", "cluster.ranks_per_node=1", "tracker=none")
 SHORT = (*ONE, "accumulation.global_batch=24", "accumulation.steps=1", "train.updates=6")

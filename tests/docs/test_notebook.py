@@ -7,11 +7,14 @@ import sys
 
 import nbformat
 import pandas as pd
+import pytest
 from nbclient import NotebookClient
 
 from orchestrator import list_runs
 from tests.docs.printed import ROOT, python_blocks
 from tests.helpers import environment
+
+pytestmark = pytest.mark.long
 
 
 def test_the_notebook_runs_and_shows_what_it_says(tmp_path, monkeypatch):
