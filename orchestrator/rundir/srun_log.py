@@ -1,4 +1,4 @@
-"""What the logs of srun and of the batch script in a run folder say about its nodes and tasks."""
+"""Ends of nodes and tasks in the logs of srun and of the batch script."""
 
 from __future__ import annotations
 

@@ -702,15 +702,7 @@ def resume_search(
     overrides: Sequence[str] = (),
     config_dir: str | None = None,
 ) -> int:
-    """Continue a search from its folder alone, as its line would.
-
-    Args:
-        overrides: replace the line's own of the same key.
-
-    Raises:
-        RunFolderError: the folder does not say its line.
-        ConfigError: overrides that make it another search.
-    """
+    """Continue a search from its folder alone: see `SearchMethod.resume`."""
     check_overrides(overrides)
     search = RunDir(folder)
     line: dict[str, Any] = (search.read_search() or {}).get("line") or {}

@@ -398,9 +398,8 @@ def _step(
         yield f"export {snapshot.CODE_VARIABLE}={quoted(host.code)}"
     yield from SECOND.lines()
     yield from RANKS.lines()
-    for name, value in rank_environment(
-        config.cluster
-    ).items():  # for the preamble, for srun and for the ranks
+    # For the preamble, for srun and for the ranks.
+    for name, value in rank_environment(config.cluster).items():
         yield f"export {name}={quoted(value)}"
     yield from _preamble(config)
     if config.cluster.interface is not None:
