@@ -74,6 +74,11 @@ class _Computed:
     def is_finite(self) -> bool:
         return math.isfinite(self.total) and math.isfinite(self.weight)
 
+    def equals(self, other: _Computed) -> bool:
+        return (self.total, self.weight) == (other.total, other.weight) and all(
+            map(torch.equal, self.gradient, other.gradient)
+        )
+
 
 class _NoSumError(Exception):
     """The loss of samples together is another than the sum of the losses of parts of them."""
@@ -167,8 +172,10 @@ def _warn_of_evaluation(job: Any, probe: _Probe, way: _Way) -> None:
     own = getattr(type(job), "validation", None)
     if own in (None, Job.validation):
         return
+    evaluation = replace(way, training=False)
     try:
-        probe.is_sum(replace(way, training=False))
+        if not probe.has_same_losses(evaluation):
+            probe.is_sum(evaluation)
     except JobError:
         warn(
             f"{type(job).__name__}.loss() is a sum over samples in training mode, but not in "
@@ -214,6 +221,7 @@ class _Probe:
         self._device, self._seed = device, seed
         self.not_finite, self.seen = False, ""
         self._narrowest = _NarrowestDtype()
+        self._halves: list[tuple[list[Any], _Computed]] = []
 
     def is_sum(self, way: _Way) -> bool:
         """Return whether the loss is a sum; False if it cannot be compared in this way.
@@ -235,6 +243,16 @@ class _Probe:
             "normalisation over the micro-batch. If samples need each other, define embed() and "
             "loss_of_embeddings(). To accept it, set batch_dependent = True in the class"
         )
+
+    def has_same_losses(self, way: _Way) -> bool:
+        """Return whether all samples and each half of them have in this way the very losses and
+        gradients of the latest comparison: then model and loss() do not depend on what differs.
+
+        Raises:
+            Exception: whatever the job's code raises.
+        """
+        with self._mode_of(way):
+            return all(self._loss(way, samples).equals(loss) for samples, loss in self._halves)
 
     def _is_random(self, way: _Way) -> bool:
         """Return whether the loss of the same samples is another at each call."""
@@ -260,10 +278,11 @@ class _Probe:
         """
         samples, half = self._samples, len(self._samples) // 2
         self._narrowest = _NarrowestDtype()
-        whole = self._loss(way, samples)
+        whole = self._loss(way, samples, notes_dtype=way.copied)
         again = self._loss(way, samples, seed=self._seed + 1, with_gradient=False)
         turned = self._loss(way, samples[::-1], with_gradient=False)
         left, right = self._loss(way, samples[:half]), self._loss(way, samples[half:])
+        self._halves = [(samples, whole), (samples[:half], left), (samples[half:], right)]
         # The magnitude of a sum, say, adds up for parts that have one sign.
         alone = [self._loss(way, [sample], with_gradient=False) for sample in samples]
         # Samples of one class, say, may all be in one half; or come once in the whole.
@@ -347,15 +366,15 @@ class _Probe:
         *,
         seed: int | None = None,
         with_gradient: bool = True,
+        notes_dtype: bool = False,
     ) -> _Computed:
         seed_everything(self._seed if seed is None else seed)
         batch = moved(self._collate(samples), self._device, double=way.double)
         # What loss() counts on the job is not to count these calls.
         job = copy.copy(self._job)
         # Operators that take functions (flexible attention, say) refuse such a mode; the model
-        # itself is computed without.
-        noted = self._narrowest if way.copied else nullcontext()
-        with kept_state(way.model), noted:
+        # itself is computed without. Each operation takes several times as long within it.
+        with kept_state(way.model), self._narrowest if notes_dtype else nullcontext():
             loss = job.loss(way.model, batch)
             gradient: list[Tensor] = []
             if with_gradient and way.copied and loss.total.requires_grad:

@@ -72,6 +72,11 @@ class Everyday(Job):
         return Loss(total, weight)
 
 
+class HeldOut(Everyday):
+    def validation(self):
+        return self.dataset()
+
+
 def _mean_of_rows(values):
     return sum(values[number].mean() for number in range(len(values)))
 
@@ -410,21 +415,30 @@ def test_a_job_that_keeps_float32_of_its_own_is_compared_in_float32(caplog):
         first_micro_step(Everyday(lambda b: ((b.s @ scale).amax(0).sum(), b.n)), 4)
 
 
-@pytest.mark.parametrize(("mean_in", "warns"), [("eval", True), ("none", False)])
-def test_a_mean_in_evaluation_mode_alone_is_warned_of_where_data_is_held_out(
-    mean_in, warns, recwarn
-):
-    class HeldOut(Everyday):
-        def validation(self):
-            return self.dataset()
+IN_EVALUATION = {
+    "a mean": (lambda b: (_ce(b, reduction="mean"), b.n), Net),
+    "seen in the gradient alone": (NO_SUMS["input over maximum"], HIDDEN["zero head"]),
+}
+
+
+@pytest.mark.parametrize(("loss_of", "model"), IN_EVALUATION.values(), ids=IN_EVALUATION)
+def test_no_sum_in_evaluation_mode_alone_is_warned_of_where_data_is_held_out(loss_of, model):
+    job = HeldOut(lambda b: (SUMS["cross_entropy"] if b.model.training else loss_of)(b), model)
+    with pytest.warns(match="in training mode, but not in evaluation mode"):
+        assert first_micro_step(job, 4)._is_sum
+
+
+def test_a_loss_that_is_the_same_in_evaluation_mode_is_not_compared_at_length(recwarn):
+    sizes = []
 
     def loss_of(b):
-        is_mean = mean_in == "eval" and not b.model.training
-        return _ce(b, reduction="mean" if is_mean else "sum"), b.n
+        sizes.append(b.n)
+        return SUMS["cross_entropy"](b)
 
     assert first_micro_step(HeldOut(loss_of), 4)._is_sum
-    texts = [str(warning.message) for warning in recwarn]
-    assert any("in training mode, but not in evaluation mode" in text for text in texts) == warns
+    compared = sizes[1:]  # after the micro-step's own
+    assert compared == [4, 4, 4, 2, 2, 1, 1, 1, 1, 4, 4, 2, 2]
+    assert not recwarn.list
 
 
 def test_a_random_loss_that_repeats_once_by_chance_is_not_refused():
