@@ -65,10 +65,10 @@ from orchestrator.rundir.metrics import HELD_OUT, History, Record, read_metrics
 from orchestrator.rundir.outcome import describe_end
 from orchestrator.rundir.status import OVER, UNREADABLE, RunStatus, find_runs, kind_of
 from orchestrator.runs.follow import OutputOptions, follow, handle_of
-from orchestrator.runs.inputs import imported_files
 from orchestrator.runs.launcher import Launcher, launch
 from orchestrator.runs.resume import check_own, submission_directory
 from orchestrator.runs.status import cancel, cancel_sweep, read_log, statuses
+from orchestrator.snapshot import code_files
 from orchestrator.sweep.sweep import follow_sweep, is_sweep
 from orchestrator.sweep.tables import PlannedPoints, PlannedRun, plan_line
 
@@ -694,7 +694,7 @@ def _stale_files(target: str) -> list[Path]:
     imported = {getattr(module, "__file__", None) for module in [*sys.modules.values()]}
     return [
         file
-        for file in imported_files(target)
+        for file in code_files(target)
         if str(file) in imported and file.stat().st_mtime > since
     ]
 

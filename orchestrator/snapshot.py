@@ -12,216 +12,33 @@ source folder (`0`, `1`) and a record of what it holds (`copy.json`). All nodes 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import stat
-import subprocess
 import sys
-import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
-from fnmatch import translate
+from collections.abc import Iterator, Mapping
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.job_source import cached, copied_script, find_module
+from orchestrator.config.job_source import copied_script
 from orchestrator.config.program import ProgramConfig
 from orchestrator.errors import RunFolderError
 from orchestrator.rundir.files import make_folder, read_json, remove, write_json
+from orchestrator.source.git import GitRefusal, code_state, is_secret, listed_files
+from orchestrator.source.imports import files_of_module, imported_files
+from orchestrator.source.modules import (
+    PACKAGE,
+    cached,
+    find_module,
+    is_in_interpreter,
+    is_installed,
+)
 from orchestrator.units import format_bytes
 
-SECRET_FOLDERS = (".ssh", ".aws", ".gnupg", ".kube", ".azure", ".docker", "gcloud", ".gcloud")
-SECRET_NAMES = (
-    ".env",
-    ".env.*",
-    "*.env",
-    ".netrc",
-    "_netrc",
-    ".pgpass",
-    ".my.cnf",
-    ".pypirc",
-    ".npmrc",
-    ".git-credentials",
-    ".htpasswd",
-    ".dockercfg",
-    ".s3cfg",
-    ".boto",
-    ".vault*pass*",
-    "id_rsa*",
-    "id_dsa*",
-    "id_ecdsa*",
-    "id_ed25519*",
-    "*.pem",
-    "*.key",
-    "*.ppk",
-    "*.p12",
-    "*.pfx",
-    "*.jks",
-    "*.keystore",
-    "*.kdbx",
-    "*.gpg",
-    "*.tfvars",
-    "*.tfstate",
-    "kubeconfig",
-    "credentials",
-    "credentials.*",
-    ".credentials*",
-    "client_secret*",
-    "service*account*.json",
-    "secret",
-    "secrets",
-    "secret.*",
-    "secrets.*",
-    "token",
-    "token.*",
-    ".token",
-    "*.token",
-    "api_key*",
-    "apikey*",
-    "password*.txt",
-)
-_SECRET = re.compile("|".join(translate(name) for name in SECRET_NAMES), re.IGNORECASE)
-
-
-def is_secret(name: str) -> bool:
-    """Return whether a file of this name, with `/` between folders, holds secrets by convention.
-
-    >>> is_secret("conf/.env"), is_secret(".AWS/config"), is_secret("jobs/secrets.py")
-    (True, True, False)
-    """
-    *folders, last = name.split("/")
-    if last.endswith(".py"):
-        return False
-    return any(f.lower() in SECRET_FOLDERS for f in folders) or _SECRET.match(last) is not None
-
-
-DIFF_LIMIT_BYTES = 1 << 20
-INTERPRETER_FOLDERS = frozenset(
-    map(sysconfig.get_path, ("purelib", "platlib", "stdlib", "platstdlib"))
-)
-PACKAGE_FOLDERS = {"site-packages", "dist-packages"}
-"""Folders of packages, also those of a user, another environment or an environment module."""
-
-
-def is_in_interpreter(path: Path) -> bool:
-    """Return whether a module's file is in this interpreter's own folders."""
-    return any(path.is_relative_to(folder) for folder in INTERPRETER_FOLDERS)
-
-
-def is_installed(path: Path) -> bool:
-    """Return whether a module's file is in a folder of installed packages, or is Python's own."""
-    return is_in_interpreter(path) or not PACKAGE_FOLDERS.isdisjoint(path.parts)
-
-
-def folder_of(target: type) -> Path:
-    """Return a class's source folder; of an installed or typed-in class the working folder."""
-    file = getattr(sys.modules.get(target.__module__), "__file__", None)
-    path = Path(file).absolute() if file else None
-    return Path.cwd() if path is None or is_installed(path) else path.parent
-
-
-class GitRefusal(RunFolderError):
-    """A repository that git does not read, as one that belongs to another account."""
-
-
-def code_state(folder: Path) -> dict[str, Any]:
-    """Return the folder's commit and its difference from it; `commit` is None without git.
-
-    The difference includes Python files that no commit holds, `untracked`. It leaves out files that
-    hold secrets by their name; see `is_secret`. `error` says why git gave no answer, where there is
-    a repository; else it is None.
-    """
-    commit, diff = b"", b""
-    secrets = [*SECRET_NAMES, *(f"{name}/**" for name in SECRET_FOLDERS)]
-    but = [f":(top,exclude,icase,glob)**/{pattern}" for pattern in secrets]
-    error: str | None = None
-    untracked: list[str] = []
-    try:
-        commit = _git(folder, "rev-parse", "HEAD") or b""
-        if commit:
-            diff = _git(folder, "diff", "--no-ext-diff", "HEAD", "--", ":/", *but) or b""
-            untracked = _untracked(folder, but)
-    except GitRefusal as refusal:
-        error = str(refusal)
-    for name in untracked:
-        if len(diff) <= DIFF_LIMIT_BYTES:
-            diff += _as_added(name, folder / name)
-    return {
-        "folder": str(folder),
-        "commit": commit.decode().strip() or None,
-        "diff": diff[:DIFF_LIMIT_BYTES].decode("utf-8", "replace"),
-        "diff_cut": len(diff) > DIFF_LIMIT_BYTES,
-        "error": error,
-        "untracked": untracked,
-    }
-
-
-GIT_S = 60.0
-# git's messages where there is no repository, or no commit in it yet
-NO_REPOSITORY = ("not a git repository (", "ambiguous argument 'head'", "bad revision 'head'")
-
-
-def _untracked(folder: Path, but: Sequence[str]) -> list[str]:
-    """Return Python files of the folder that no commit holds: all that git does not ignore, and of
-    ignored ones those next to the job.
-    """
-    listed = [
-        _git(folder, "ls-files", "--others", "-z", *options, *but) or b""
-        for options in (("--exclude-standard", "--", "*.py"), ("--", ":(glob)*.py"))
-    ]
-    return sorted({os.fsdecode(name) for names in listed for name in names.split(b"\0") if name})
-
-
-def _as_added(name: str, path: Path) -> bytes:
-    """Return a file as git's diff would have it if it were added."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        return f"diff --git {name}: cannot be read: {error.strerror}\n".encode()
-    head = f"diff --git a/{name} b/{name}\nnew file\n--- /dev/null\n+++ b/{name}\n"
-    added = b"".join(b"+" + line + b"\n" for line in lines)
-    return head.encode() + f"@@ -0,0 +1,{len(lines)} @@\n".encode() + added
-
-
-def _git(folder: Path, *arguments: str) -> bytes | None:
-    """Return the output of a git command about the folder; None without a repository.
-
-    Raises:
-        GitRefusal: there is a repository, but no answer.
-    """
-    own = {**os.environ, "LC_ALL": "C"}
-    try:
-        done = subprocess.run(
-            ["git", *arguments],
-            cwd=folder,
-            env=own,
-            capture_output=True,
-            timeout=GIT_S,
-            check=False,
-        )
-    except FileNotFoundError as error:
-        if not any((parent / ".git").exists() for parent in (folder, *folder.parents)):
-            return None
-        raise GitRefusal(f"{folder} is in a git repository, but there is no git here") from error
-    except subprocess.TimeoutExpired as error:
-        raise GitRefusal(f"git gave no answer on {folder} within {GIT_S:.0f} s") from error
-    if done.returncode == 0:
-        return done.stdout
-    stderr = done.stderr.decode("utf-8", "replace").strip()
-    if any(phrase in stderr.lower() for phrase in NO_REPOSITORY):
-        return None
-    message = f"git does not read {folder}: {stderr.splitlines()[0] if stderr else 'no message'}"
-    if command := SAFE_DIRECTORY.search(stderr):  # it belongs to another account
-        message += f"; if you trust it, type: {command[0]}"
-    raise GitRefusal(message)
-
-
-SAFE_DIRECTORY = re.compile(r"git config --global --add safe\.directory \S.*")
 LIMIT_BYTES = 64 * 2**20
 LIMIT_FILES = 20_000
 OF_RUNS = (".lock", "attempts", "arrays", "search.journal")  # in a run's folder, or a sweep's
-PACKAGE = Path(__file__).resolve().parent
 CODE_VARIABLE = "ORCHESTRATOR_CODE"
 """The copy that a process runs from."""
 RECORD = "copy.json"
@@ -271,18 +88,6 @@ def _root_of(target: str | ProgramConfig) -> tuple[Path, str] | None:
     return None if is_installed(path) else (root, module.split(".", maxsplit=1)[0])
 
 
-def _git_files(root: Path) -> list[str] | None:
-    """Return files below `root` that git knows or would add; None without a repository.
-
-    Raises:
-        GitRefusal: there is one, but git does not say which files it ignores.
-    """
-    listed = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
-    if listed is None:
-        return None
-    return sorted({os.fsdecode(name) for name in listed.split(b"\0") if name})
-
-
 def _walked(root: Path, tops: set[str]) -> Iterator[str]:
     """Return, without git: the needed packages whole, and the modules next to them.
 
@@ -315,7 +120,7 @@ def _files(
         GitRefusal: it does not, and `ignored` is false.
     """
     try:
-        listed = _git_files(root)
+        listed = listed_files(root)
     except GitRefusal:
         if not ignored:
             raise
@@ -344,7 +149,7 @@ def _files(
         elif stat.S_ISREG(facts.st_mode) or stat.S_ISLNK(facts.st_mode):
             sizes[name] = facts.st_size
         elif stat.S_ISDIR(facts.st_mode):  # git lists a submodule as one entry
-            inner = _git_files(root / name) or ()
+            inner = listed_files(root / name) or ()
             # The loop walks these entries, too.
             listed.extend(
                 f"{name.rstrip('/')}/{entry}" for entry in inner if entry not in ("", "./")
@@ -379,6 +184,32 @@ def python_files(target: str | ProgramConfig) -> Iterator[Path]:
         wanted = first not in ("tests", "docs", PACKAGE.name) and name.endswith(".py")
         if (first == top or wanted) and not os.path.islink(f"{root}/{name}"):  # noqa: PTH114
             yield root / name
+
+
+@cached
+def code_files(target: str | ProgramConfig) -> list[Path]:
+    """Return the files of the user's own that a job or program is made of, sorted.
+
+    If one of them imports by computed names, or the program is not Python, all Python files of its
+    source folder count.
+
+    Args:
+        target: a job's class, by its dotted name, or a program.
+    """
+    before, files = list(sys.path), dict[Path, str]()  # with the name of each file's module
+    if isinstance(target, str):
+        files |= files_of_module(target.rpartition(".")[0])
+    elif target.is_module:
+        files |= files_of_module(target.target)
+        files |= files_of_module(f"{target.target}.__main__")
+    elif script := copied_script(target):
+        files[script] = "__main__"
+        sys.path.insert(0, str(script.parent))  # as Python does when it runs the script
+    try:
+        files, complete = imported_files(files)
+    finally:
+        sys.path[:] = before
+    return sorted({*files, *(() if complete else python_files(target))})
 
 
 def _leads_out(root: Path, name: str) -> bool:

@@ -8,216 +8,27 @@ the job, check everything else.
 from __future__ import annotations
 
 import ast
-import contextlib
-import functools
 import os
 import re
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
 
 from orchestrator.config.program import ProgramConfig
 from orchestrator.errors import JobError, did_you_mean, expand_user, nearest
 from orchestrator.job import COUPLED_METHODS
-
-Value = TypeVar("Value")
-Given = ParamSpec("Given")
-Definition = ast.FunctionDef | ast.AsyncFunctionDef
-OWN_BASES = ("orchestrator.Job", "orchestrator.job.Job")
-BASES_WITHOUT_MEMBERS = ("object", "Protocol", "Generic", "ABC")
-
-_cache: dict[Any, Any] | None = None
-
-
-@contextlib.contextmanager
-def read_once() -> Generator[None]:
-    """Read each source file at most once inside this block, for speed and consistency."""
-    global _cache  # noqa: PLW0603  # the cached lookups are called through many functions
-    before, _cache = _cache, {} if _cache is None else _cache
-    try:
-        yield
-    finally:
-        _cache = before
-
-
-def cached(function: Callable[Given, Value]) -> Callable[Given, Value]:
-    """Cache the results of a function, by its arguments, inside `read_once`."""
-
-    @functools.wraps(function)
-    def look_up(*args: Given.args, **kwargs: Given.kwargs) -> Value:
-        if _cache is None:
-            return function(*args, **kwargs)
-        key = (function, args)
-        if key not in _cache:
-            _cache[key] = function(*args, **kwargs)
-        return _cache[key]
-
-    return look_up
-
-
-@cached
-def find_module(dotted: str) -> ModuleSpec | None:
-    """Find a module's spec without running the `__init__` of its packages."""
-    path: list[str] | None = None
-    spec: ModuleSpec | None = None
-    parts = dotted.split(".")
-    for index, part in enumerate(parts):
-        name = ".".join(parts[: index + 1])
-        for finder in sys.meta_path:
-            # By its whole name, it would look for the parent of a package without `__init__.py`
-            # among the imported modules.
-            known_as = part if finder is PathFinder else name
-            spec = finder.find_spec(known_as, path) if hasattr(finder, "find_spec") else None
-            if spec is not None:
-                break
-        if spec is None:
-            return None
-        if spec.submodule_search_locations is None:
-            return spec if index + 1 == len(parts) else None
-        # A namespace's own list follows changes of `sys.path`.
-        path = spec.submodule_search_locations = list(spec.submodule_search_locations)
-    return spec
-
-
-@dataclass(frozen=True, slots=True)
-class SourceModule:
-    """The names that a source file defines or imports at its top level.
-
-    Attributes:
-        open_ended: other names may exist, from a star import or a module `__getattr__`.
-    """
-
-    path: Path
-    names: Mapping[str, ast.stmt]
-    imports: Mapping[str, str]
-    open_ended: bool
-
-
-@cached
-def load_module(dotted: str) -> SourceModule | None:
-    """Read a module's source. Return None if it has none (an extension or a namespace)."""
-    spec = find_module(dotted)
-    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-        return None
-    path = Path(spec.origin)
-    try:
-        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
-    except (SyntaxError, UnicodeDecodeError) as error:
-        raise JobError(f"{path} cannot be read as Python: {error}") from error
-    package = dotted if path.name == "__init__.py" else dotted.rpartition(".")[0]
-    names: dict[str, ast.stmt] = {}
-    imports: dict[str, str] = {}
-    open_ended = False
-    for node in _statements(tree.body):
-        if isinstance(node, ast.ClassDef | Definition):
-            names[node.name] = node
-            open_ended |= node.name == "__getattr__"
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            names |= dict.fromkeys(_assigned(node), node)
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                top = alias.name.partition(".")[0]
-                imports[alias.asname or top] = alias.name if alias.asname else top
-        elif isinstance(node, ast.ImportFrom):
-            origin = origin_of(node, package)
-            open_ended |= node.names[0].name == "*"
-            imports |= {a.asname or a.name: f"{origin}.{a.name}" for a in node.names}
-    return SourceModule(path, names, imports, open_ended)
-
-
-def origin_of(node: ast.ImportFrom, package: str) -> str:
-    """Return the dotted name of the module that a `from … import` of this package names."""
-    above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-    return ".".join([*above, *filter(None, [node.module])])
-
-
-def _statements(body: Iterable[ast.stmt]) -> Generator[ast.stmt]:
-    """Yield statements, also those inside `if`, `try` and `with`."""
-    for node in body:
-        yield node
-        if isinstance(node, ast.If | ast.Try | ast.With):
-            for part in ("body", "orelse", "finalbody"):
-                yield from _statements(getattr(node, part, []))
-            for handler in getattr(node, "handlers", []):
-                yield from _statements(handler.body)
-
-
-def _assigned(node: ast.Assign | ast.AnnAssign) -> list[str]:
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-    return [target.id for target in targets if isinstance(target, ast.Name)]
-
-
-@dataclass(frozen=True, slots=True)
-class ClassSource:
-    """The members of a class and of its bases.
-
-    Attributes:
-        complete: the source of every base was found.
-        decorated: a decorator or a metaclass may change the class or one of its bases.
-    """
-
-    members: Mapping[str, ast.stmt]
-    complete: bool
-    decorated: bool = False
-
-    def constant(self, name: str) -> Any:
-        """Return the value of a class attribute, or None if it is no constant."""
-        value = getattr(self.members.get(name), "value", None)
-        return value.value if isinstance(value, ast.Constant) else None
-
-
-@cached
-def _find(dotted: str, depth: int = 8) -> ast.stmt | ClassSource | None:
-    """Find the statement or class that a dotted name means; None if the source does not tell."""
-    module_name, _, name = dotted.rpartition(".")
-    module = load_module(module_name) if module_name and depth else None
-    if module is None:
-        return None
-    if name in module.imports:
-        return _find(module.imports[name], depth - 1)
-    node = module.names.get(name)
-    if not isinstance(node, ast.ClassDef):
-        return node
-    members: dict[str, ast.stmt] = {}
-    for item in node.body:
-        if isinstance(item, Definition):
-            members[item.name] = item
-        elif isinstance(item, ast.Assign | ast.AnnAssign):
-            members |= dict.fromkeys(_assigned(item), item)
-    complete, decorated = True, bool(node.decorator_list or node.keywords)
-    for spelled, dotted_base in _bases(node, module, module_name):
-        if dotted_base in OWN_BASES:  # its members are defaults, which a plan knows
-            continue
-        base = _find(dotted_base, depth - 1)
-        if isinstance(base, ClassSource):
-            members = {**base.members, **members}
-            complete &= base.complete
-            decorated |= base.decorated
-        else:
-            complete &= spelled.rpartition(".")[2] in BASES_WITHOUT_MEMBERS
-    return ClassSource(members, complete, decorated)
-
-
-def _bases(
-    node: ast.ClassDef, module: SourceModule, module_name: str
-) -> Generator[tuple[str, str]]:
-    """Yield each base as it is spelled, and its dotted name."""
-    for base in node.bases:
-        spelled = ast.unparse(base.value if isinstance(base, ast.Subscript) else base)
-        first, _, rest = spelled.partition(".")
-        origin = module.imports.get(first, f"{module_name}.{first}")
-        yield spelled, f"{origin}.{rest}" if rest else origin
-
-
-def find_class(dotted: str) -> ClassSource | None:
-    """Find a class by its dotted name; None if there is none, or its source does not tell."""
-    source = _find(dotted)
-    return source if isinstance(source, ClassSource) else None
+from orchestrator.source.modules import (
+    ClassSource,
+    Definition,
+    cached,
+    find_class,
+    find_definition,
+    find_module,
+    load_module,
+)
 
 
 def missing_class(dotted: str, key: str) -> str | None:
@@ -296,7 +107,7 @@ def check_target(dotted: str) -> TargetFacts:
         raise JobError(sentence)
     if top in sys.stdlib_module_names:
         raise JobError(f"job._target_={dotted} is a part of Python, not a job")
-    if isinstance(_find(dotted), Definition):
+    if isinstance(find_definition(dotted), Definition):
         raise JobError(f"job._target_={dotted} is a function; it must be a class")
     source = find_class(dotted)
     if source is None:

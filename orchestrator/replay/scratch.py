@@ -30,7 +30,8 @@ from orchestrator.rundir.files import make_private, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import History, read_metrics
 from orchestrator.runs.inputs import INPUTS
-from orchestrator.snapshot import CODE_VARIABLE, PACKAGE, RECORD
+from orchestrator.snapshot import CODE_VARIABLE, RECORD
+from orchestrator.source.modules import PACKAGE
 
 POLL_S = 0.1
 LONGEST_HANG_S = 10 * 365 * 24 * 3600  # a person in pdb takes their time

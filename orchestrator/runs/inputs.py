@@ -21,37 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.changes import flat
-from orchestrator.config.job_source import (
-    cached,
-    copied_script,
-    find_class,
-    find_module,
-    origin_of,
-)
-from orchestrator.config.program import ProgramConfig, is_program, program_of, target_of
+from orchestrator.config.job_source import copied_script
+from orchestrator.config.program import is_program, program_of, target_of
 from orchestrator.config.schema import Config
 from orchestrator.errors import RunFolderError
 from orchestrator.rundir.checkpoints import file_sha256, kept_checkpoint, split_reference
 from orchestrator.rundir.files import names_in
 from orchestrator.rundir.folder import RunDir
-from orchestrator.snapshot import PACKAGE, is_in_interpreter, is_installed, python_files
+from orchestrator.snapshot import code_files
+from orchestrator.source.modules import PACKAGE, cached, find_class, is_in_interpreter
 
 INPUTS = "inputs"  # in submission.json
-DYNAMIC_IMPORTS = frozenset(
-    {
-        "__import__",
-        "exec",
-        "get_class",
-        "import_module",
-        "instantiate",
-        "iter_modules",
-        "run_module",
-        "run_path",
-        "spec_from_file_location",
-        "walk_packages",
-    }
-)
-"""Calls that import modules which the source does not name."""
 PACKAGES = ("cluster-orchestrator", "torch", "mindspore", "numpy")
 MOST_FILES = 10_000
 # Prefixes of keys that name data; a command's arguments may be paths.
@@ -66,7 +46,7 @@ def inputs_of(config: Config) -> dict[str, Any]:
         `code`: SHA-256 of each file, by path; `data`: a digest of each file's or folder's stamps,
         by what names it; `versions` of Python and of the packages that compute.
     """
-    files = imported_files(target_of(config.job))
+    files = code_files(target_of(config.job))
     return {
         "code": {str(path): _sha256(path) for path in files},
         "data": {key: _stamp(path) for key, path in _data(config)},
@@ -180,89 +160,6 @@ def _versions() -> tuple[tuple[str, str], ...]:
             whole.update(path.read_bytes())
         versions.append((f"the source in {PACKAGE}", whole.hexdigest()[:12]))
     return tuple(versions)
-
-
-# ------------------------------------------------------------------ Code
-
-
-@cached
-def imported_files(target: str | ProgramConfig) -> list[Path]:
-    """Return the files of the user's own that a job or program is made of, sorted.
-
-    A script's or module's imports are followed, those inside functions too. If one of the files
-    imports by computed names, or the program is not Python, all Python files of its source folder
-    count.
-
-    Args:
-        target: a job's class, by its dotted name, or a program.
-    """
-    before, files = list(sys.path), dict[Path, str]()  # with the name of each file's module
-    if isinstance(target, str):
-        files |= _files_of_module(target.rpartition(".")[0])
-    elif target.is_module:
-        files |= _files_of_module(target.target)
-        files |= _files_of_module(f"{target.target}.__main__")
-    elif script := copied_script(target):
-        files[script] = "__main__"
-        sys.path.insert(0, str(script.parent))  # as Python does when it runs the script
-    todo, complete = list(files.items()), True
-    try:
-        while todo:
-            path, module = todo.pop()
-            if path.suffix != ".py":
-                complete = complete and path.suffix in (".so", ".pyd")
-                continue
-            try:
-                tree = ast.parse(path.read_bytes())
-            except (OSError, SyntaxError, ValueError):  # the import itself reports the error
-                continue
-            package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-            for node in ast.walk(tree):
-                names: list[str] = []
-                if isinstance(node, ast.Import):
-                    names = [alias.name for alias in node.names]
-                elif isinstance(node, ast.ImportFrom):  # `b` of `from a import b` may be a module
-                    names = [f"{origin_of(node, package)}.{alias.name}" for alias in node.names]
-                elif isinstance(node, ast.Call):
-                    called = node.func
-                    if isinstance(called, ast.Attribute):  # `exec` of other objects is no import
-                        dynamic = called.attr in DYNAMIC_IMPORTS - {"exec"}
-                    else:
-                        dynamic = isinstance(called, ast.Name) and called.id in DYNAMIC_IMPORTS
-                    complete = complete and not dynamic
-                for name in names:
-                    new = {p: m for p, m in _files_of_module(name).items() if p not in files}
-                    files |= new
-                    todo.extend(new.items())
-    finally:
-        sys.path[:] = before
-    return sorted({*files, *(() if complete else python_files(target))})
-
-
-def _files_of_module(dotted: str) -> dict[Path, str]:
-    """Return the files of a module and of the packages above it, with their modules' names.
-
-    Empty for installed modules and for this package. The last parts of `dotted` may be no modules.
-    """
-    files: dict[Path, str] = {}
-    parts = dotted.split(".")
-    if parts[0] in sys.stdlib_module_names:
-        return files
-    if parts[0] == PACKAGE.name and parts[1:2] != ["jobs"]:
-        return files
-    for length in range(1, len(parts) + 1):
-        name = ".".join(parts[:length])
-        spec = find_module(name)
-        if spec is None:
-            break
-        if spec.origin is None:  # a namespace, whose folders may be anywhere
-            continue
-        if not Path(spec.origin).exists() or is_installed(Path(spec.origin).absolute()):
-            break
-        if spec.has_location:
-            files[Path(spec.origin).absolute()] = name
-    files.pop(PACKAGE / "__init__.py", None)
-    return files
 
 
 # ------------------------------------------------------------------ Data

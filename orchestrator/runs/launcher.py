@@ -24,7 +24,7 @@ from orchestrator import errors
 from orchestrator.client.run import current_run
 from orchestrator.errors import ConfigError, OrchestratorError, describe_status, require_cwd
 from orchestrator.report.caller import CALLER_VARIABLE, ERROR, FOLDER, MESSAGE
-from orchestrator.snapshot import is_in_interpreter
+from orchestrator.source.modules import is_in_interpreter
 
 POLL_S = 0.2
 TERMINAL_VARIABLES = ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE")

@@ -23,7 +23,6 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from orchestrator.clusters.api import class_for, class_of
 from orchestrator.config.command_line import CommandLine, check_overrides, key_of, literally
 from orchestrator.config.composer import Composer
-from orchestrator.config.job_source import read_once
 from orchestrator.config.loader import OF_A_SEARCH
 from orchestrator.config.messages import config_errors
 from orchestrator.config.program import is_program
@@ -54,6 +53,7 @@ from orchestrator.runs.resume import submission_directory
 from orchestrator.runs.start import stated_folder
 from orchestrator.runs.status import cancel, statuses
 from orchestrator.search.space import space_of
+from orchestrator.source.modules import read_once
 from orchestrator.sweep.local import LocalCapacity, LocalQueue, PointResult
 from orchestrator.sweep.points import Point, identifies, trial_point
 from orchestrator.sweep.tasks import (

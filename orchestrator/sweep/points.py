@@ -10,12 +10,12 @@ from pathlib import Path
 
 from orchestrator.config.command_line import key_of
 from orchestrator.config.composer import Composer
-from orchestrator.config.job_source import read_once
 from orchestrator.config.schema import Config, plain
 from orchestrator.errors import ConfigError, UsageError
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.program import ProgramPlan
 from orchestrator.runs.start import prepare, stated_folder
+from orchestrator.source.modules import read_once
 from orchestrator.units import named_numbers, short_overrides
 
 # Sections that do not tell a point from another.

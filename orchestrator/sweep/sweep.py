@@ -12,7 +12,6 @@ from rich.console import Console
 
 from orchestrator.clusters.api import Culprit, class_for
 from orchestrator.config.composer import Composer
-from orchestrator.config.job_source import read_once
 from orchestrator.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
@@ -45,6 +44,7 @@ from orchestrator.runs.resume import (
 )
 from orchestrator.runs.start import config_of, prepare
 from orchestrator.runs.status import statuses
+from orchestrator.source.modules import read_once
 from orchestrator.sweep.api import SearchMethod
 from orchestrator.sweep.points import Point, check_points
 from orchestrator.sweep.tasks import (

@@ -12,7 +12,6 @@ from rich.console import Console
 from orchestrator.clusters.api import Cluster, Request, class_for, class_of, cluster_of
 from orchestrator.config.command_line import CommandLine
 from orchestrator.config.composer import Composer
-from orchestrator.config.job_source import read_once
 from orchestrator.config.schema import Config, node_range
 from orchestrator.errors import ClusterError, ConfigError
 from orchestrator.plugins import CLUSTERS
@@ -20,6 +19,7 @@ from orchestrator.report.run_tables import print_plan, print_plans
 from orchestrator.report.sweep_tables import only_varying
 from orchestrator.report.terminal import literal, new_table, say
 from orchestrator.runs.start import ask_cluster, prepare, with_notes
+from orchestrator.source.modules import read_once
 from orchestrator.sweep.points import check_points
 from orchestrator.sweep.tasks import Action, PointTask, tasks_of
 from orchestrator.units import plural, short_overrides

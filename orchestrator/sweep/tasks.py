@@ -14,7 +14,6 @@ from typing import Any
 
 from orchestrator.clusters.api import class_of
 from orchestrator.config.changes import changes, flat
-from orchestrator.config.job_source import read_once
 from orchestrator.config.rules import at_once
 from orchestrator.config.schema import Config, plain
 from orchestrator.errors import ClusterError, Interrupted, NotNow, RunFolderError, UsageError
@@ -27,6 +26,7 @@ from orchestrator.runs.follow import OutputOptions, PreparedRun, interrupts, put
 from orchestrator.runs.inputs import INPUTS, differences, inputs_of, other_versions
 from orchestrator.runs.start import prepared_resume, prepared_run, wrap_disk_errors
 from orchestrator.runs.status import statuses
+from orchestrator.source.modules import read_once
 from orchestrator.sweep.points import Point, refuse_points
 from orchestrator.units import plural
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from orchestrator.agent.root_cause import MEMORY_REMEDY
 from orchestrator.client.loop import IN_CALLBACK
 from orchestrator.errors import OrchestratorError, error_text
-from orchestrator.snapshot import PACKAGE
+from orchestrator.source.modules import PACKAGE
 
 NOT_USERS = (
     PACKAGE,

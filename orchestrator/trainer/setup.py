@@ -66,7 +66,9 @@ from orchestrator.rundir.metrics import (
 )
 from orchestrator.rundir.outcome import State
 from orchestrator.rundir.warnings import warn
-from orchestrator.snapshot import code_state, folder_of, submitted
+from orchestrator.snapshot import submitted
+from orchestrator.source.git import code_state
+from orchestrator.source.modules import folder_of
 from orchestrator.trainer.best import BestCheckpoint
 from orchestrator.trainer.consistency_checks import (
     agreed_lengths,

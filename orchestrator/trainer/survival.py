@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from orchestrator.agent.node_spec import SILENCE_S
@@ -30,9 +26,10 @@ from orchestrator.errors import (
     Unrecoverable,
 )
 from orchestrator.plan.plan_warnings import named_ranks
+from orchestrator.rundir.checkpoints import file_sha256
 from orchestrator.rundir.generations import GenerationRecord, member_of, members_of, rank_of
 from orchestrator.rundir.warnings import warn
-from orchestrator.snapshot import folder_of, is_installed
+from orchestrator.source.modules import folder_of, loaded_files
 from orchestrator.trainer.worker import WorkerProcess
 
 log = logging.getLogger(__name__)
@@ -60,23 +57,11 @@ def describe_loss(
 # Digests of a job's own modules: a replacement imports them later than the others did, and must
 # compute what they compute.
 
-OURS = "orchestrator"
-
 
 def modules_of(job: Any) -> dict[str, str]:
     """Return digests of all modules imported from the folder of this job's class, by name."""
-    below = os.path.join(folder_of(type(job)), "")  # noqa: PTH118  # paths are slow for 2,000 modules
-    found: dict[str, str] = {}
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if not file or name.partition(".")[0] == OURS:
-            continue
-        if not os.path.abspath(file).startswith(below):  # noqa: PTH100
-            continue
-        path = Path(file).absolute()
-        if not is_installed(path) and path.is_file():
-            found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
-    return found
+    files = loaded_files(folder_of(type(job)))
+    return {name: file_sha256(path) for name, path in files.items()}
 
 
 # ----------------------------------------------------------------------

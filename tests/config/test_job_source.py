@@ -5,8 +5,9 @@ import textwrap
 
 import pytest
 
-from orchestrator.config.job_source import check_constructor, check_target, find_module
+from orchestrator.config.job_source import check_constructor, check_target
 from orchestrator.errors import JobError
+from orchestrator.source.modules import find_module
 from orchestrator.trainer.setup import build_job
 
 SOURCE = """

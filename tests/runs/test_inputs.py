@@ -12,7 +12,8 @@ from orchestrator.config.program import ProgramConfig
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.runs import inputs
-from orchestrator.runs.inputs import imported_files, inputs_of
+from orchestrator.runs.inputs import inputs_of
+from orchestrator.snapshot import code_files
 from tests import helpers
 
 FILES = {
@@ -59,7 +60,7 @@ def test_the_code_is_what_is_imported_or_everything_where_that_is_unknown(
 ):
     if target != ProgramConfig(command=("train.py",)):  # whose own folder Python searches anyway
         monkeypatch.syspath_prepend(source)
-    found = [str(path.relative_to(source)) for path in imported_files(target)]
+    found = [str(path.relative_to(source)) for path in code_files(target)]
     assert found == sorted(expected)
 
 

@@ -11,7 +11,9 @@ import pytest
 from orchestrator import snapshot
 from orchestrator.errors import RunFolderError
 from orchestrator.rundir.folder import RunDir
-from orchestrator.snapshot import CODE_VARIABLE, code_state, submitted
+from orchestrator.snapshot import CODE_VARIABLE, submitted
+from orchestrator.source.git import code_state
+from orchestrator.source.modules import PACKAGE
 
 SECRETS = (
     ".env",
@@ -155,7 +157,7 @@ def test_a_copy_is_private_cannot_be_written_and_replaces_a_refused_starts(proje
 
 def test_the_runs_code_comes_first_in_the_path_of_what_the_batch_script_starts(tmp_path):
     """Neither the entry's own folder, with its many common names, nor the working folder does."""
-    entry = snapshot.PACKAGE / "clusters" / "slurm" / "node_entry.py"
+    entry = PACKAGE / "clusters" / "slurm" / "node_entry.py"
     copy, user = tmp_path / "copy", tmp_path / "user"
     for folder, says in ((copy, "ours"), (user, "theirs"), (tmp_path, "edited")):
         (folder / "orchestrator" / "clusters" / "slurm").mkdir(parents=True)
@@ -206,7 +208,7 @@ def unread(request, project, tmp_path, monkeypatch):
     git.write_text("#!/bin/sh\nexec sleep 60\n")
     git.chmod(0o755)
     monkeypatch.setenv("PATH", f"{git.parent}:/usr/bin:/bin")
-    monkeypatch.setattr(snapshot, "GIT_S", 0.1)
+    monkeypatch.setattr("orchestrator.source.git.GIT_S", 0.1)
     return "gave no answer"
 
 

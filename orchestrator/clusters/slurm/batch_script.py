@@ -33,6 +33,7 @@ from orchestrator.config.schema import ClusterConfig, Config, gpu_count, node_ra
 from orchestrator.errors import START_AGAIN
 from orchestrator.rundir.files import DISK_PATIENCE_S
 from orchestrator.rundir.folder import RunDir
+from orchestrator.source.modules import PACKAGE
 
 TRAPPED = "TERM INT HUP USR1 USR2"
 SRUN_LOG = 9  # the descriptor of srun's log, opened before any user code runs
@@ -261,7 +262,7 @@ def submit_host(config: Config, copy: Path) -> SubmitHost:
     Args:
         copy: where the copy of the code goes, if there is to be one.
     """
-    target, package = target_of(config.job), snapshot.PACKAGE
+    target, package = target_of(config.job), PACKAGE
     if config.run.snapshot:
         roots = snapshot.copies(target, copy)
     else:
