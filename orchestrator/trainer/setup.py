@@ -186,7 +186,11 @@ class Training:
             recorder.generation = max((line["generation"] for line in mine), default=0)
             recorded = history.updates[-1]["update"] + 1 if history.updates else 0
             progress.recorded = min(recorded, progress.updates)
-            first = progress.kept[0].window.update if progress.kept else progress.updates
+            first = (
+                progress.recent_updates[0].window.update
+                if progress.recent_updates
+                else progress.updates
+            )
             if progress.recorded < first:
                 warn(
                     f"metrics.jsonl lacks updates {progress.recorded + 1} to {first}: the rank "
@@ -199,7 +203,7 @@ class Training:
         if self.recorder is None:  # the rank that writes is lost, or has not come so far
             self.take_over_record(changes)
         recorder, progress = self.record(), self.progress
-        for done in progress.kept:
+        for done in progress.recent_updates:
             if done.window.update >= progress.recorded:
                 recorder.on_boundary(done)
         progress.recorded = progress.updates
