@@ -294,7 +294,7 @@ class Agent:
 
     def _state_of_workers(self) -> list[dict[str, Any]]:
         """Return what a new coordinator needs to know of this node's workers."""
-        found: list[dict[str, Any]] = []
+        states: list[dict[str, Any]] = []
         for worker in self._workers.all.values():
             events: list[dict[str, Any]] = [
                 {"event": "started", "rank": worker.rank, "incarnation": worker.incarnation}
@@ -302,8 +302,8 @@ class Agent:
             events += worker.latest_events.values()
             if worker.status is not None:
                 events.append(self._workers.exit_of(worker))
-            found.append({"rank": worker.rank, "events": events})
-        return found
+            states.append({"rank": worker.rank, "events": events})
+        return states
 
     def _obey_coordinator(self) -> None:
         assert self._coordinator is not None  # noqa: S101  # called where there is one
@@ -522,7 +522,7 @@ class Agent:
             self._selector.register(link.socket, selectors.EVENT_READ, hear)
 
     def _oldest_stranger(self) -> Link:
-        return min(self._unauthenticated, key=lambda one: one.heard)
+        return min(self._unauthenticated, key=lambda link: link.heard)
 
     def _hear_follower(self, link: Link) -> None:
         if link.socket.fileno() < 0:  # closed by an event before this one

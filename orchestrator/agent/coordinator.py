@@ -206,8 +206,8 @@ class Coordinator:
 
     def commands(self) -> list[tuple[int | None, dict[str, Any]]]:
         """Return and clear the pending commands: (agent index, None for all; message)."""
-        found, self._commands = self._commands, []
-        return found
+        commands, self._commands = self._commands, []
+        return commands
 
     def _command(self, agent: int | None, command: str, **values: Any) -> None:
         self._commands.append((agent, {"command": command, **values}))
@@ -230,8 +230,8 @@ class Coordinator:
         )
         agent.heard, agent.lost = self._clock(), False
         for event in known.values():
-            for one in event["events"]:
-                self.handle_event(index, one)
+            for message in event["events"]:
+                self.handle_event(index, message)
         self._keep_members(here)
         if self._generation >= 0:
             self._command(index, "tell", rank=None, message=self._message)
@@ -247,7 +247,10 @@ class Coordinator:
         alive = {self._member(rank) for rank in ranks if self.workers[rank].state == "alive"}
         if back := self._lost_members & alive:
             self._lost_members -= back
-            losses = [(end, [one for one in lost if one not in back]) for end, lost in self._losses]
+            losses = [
+                (end, [member for member in lost if member not in back])
+                for end, lost in self._losses
+            ]
             self._losses = [(end, lost) for end, lost in losses if lost]
 
     def heard(self, index: int) -> None:
@@ -430,22 +433,24 @@ class Coordinator:
         if any(failure.get("replicas_differ") for failure in self._failures):
             return
         members = [self.workers[rank_of(member, self._ranks)] for member in self._members]
-        able = [one for one in members if one.can_save and self._is_member(one)]
+        able = [worker for worker in members if worker.can_save and self._is_member(worker)]
         if not able:
             return
         if self._elect_at is None:
             self._elect_at = self._give_up_at = now + SAVE_S
             self._answers_by = now + GRACE_S
-        silent = any(one.can_save is None and self._is_member(one) for one in members)
+        silent = any(worker.can_save is None and self._is_member(worker) for worker in members)
         if silent and now < self._answers_by:
             return
-        ready = [one for one in able if one.left_after is not None]
+        ready = [worker for worker in able if worker.left_after is not None]
         if not ready:
             return
-        if not all(one.failed for one in ready):
+        if not all(worker.failed for worker in ready):
             self._elect_at = min(self._elect_at, now + ELECT_S)
         if len(ready) == len(able) or now >= self._elect_at:
-            self._saver = max(ready, key=lambda one: (not one.failed, one.left_after or 0)).rank
+            self._saver = max(
+                ready, key=lambda worker: (not worker.failed, worker.left_after or 0)
+            ).rank
             self._to_worker(None, saver=self._saver)
             # A large state takes as long as a slow disk needs.
             self._give_up_at = now + max(SAVE_S, self._spec.hang_s)
@@ -510,10 +515,12 @@ class Coordinator:
 
     def _check_standstill(self, now: float) -> None:
         """Warn of a run in which no rank makes progress; end one in which none ever can."""
-        alive = [one for one in self.workers.values() if one.state == "alive"]
-        standing = [one for one in alive if one.rank in self._stands]
-        waiting = [one for one in standing if one.standing is Standing.WAITS]
-        idle = [one for one in standing if one.program and one.standing is Standing.IDLE]
+        alive = [worker for worker in self.workers.values() if worker.state == "alive"]
+        standing = [worker for worker in alive if worker.rank in self._stands]
+        waiting = [worker for worker in standing if worker.standing is Standing.WAITS]
+        idle = [
+            worker for worker in standing if worker.program and worker.standing is Standing.IDLE
+        ]
         all_wait = bool(waiting) and len(waiting) == len(alive)
         all_idle = bool(idle) and len(idle) == len(alive)
         self._inform_of_standstill(now, alive if all_wait else [])
@@ -525,11 +532,11 @@ class Coordinator:
         key, limit_s = "hang", self._spec.hang_s
         if all_wait and self._spec.collective_s is not None and self._spec.collective_s < limit_s:
             key, limit_s = "collective", self._spec.collective_s
-        seconds = now - max(one.stands_since for one in alive)
+        seconds = now - max(worker.stands_since for worker in alive)
         if seconds < self._spec.limits.notice_s:  # their waits count anew (`_restart_waits`)
             return
         describe = describe_waits if all_wait else describe_idle_programs
-        seen = {one.rank: one.seen for one in alive}
+        seen = {worker.rank: worker.seen for worker in alive}
         if not self._standstill_reported:
             self._standstill_reported = True
             self._command(None, "stacks")
@@ -564,15 +571,16 @@ class Coordinator:
         limit_s = self._spec.collective_s
         if limit_s is None or not waiting or self._over:
             return
-        others = [one for one in alive if one.standing is not Standing.WAITS]
-        if not all(one.standing in (Standing.BUSY, Standing.IDLE) for one in others):
-            for one in waiting:  # the limit pauses: it makes progress, or saves, or prepares data
-                one.stands_since = max(one.stands_since, now - self._spec.limits.notice_s)
+        others = [worker for worker in alive if worker.standing is not Standing.WAITS]
+        if not all(worker.standing in (Standing.BUSY, Standing.IDLE) for worker in others):
+            # The limit pauses: one of the others makes progress, or saves, or prepares data.
+            for worker in waiting:
+                worker.stands_since = max(worker.stands_since, now - self._spec.limits.notice_s)
             return
-        first = min(waiting, key=lambda one: one.stands_since)
+        first = min(waiting, key=lambda worker: worker.stands_since)
         if now - first.stands_since < limit_s:
             return
-        blamed = min(others, key=lambda one: one.stands_since)
+        blamed = min(others, key=lambda worker: worker.stands_since)
         cause = (
             f"the others waited in vain (cluster.collective_timeout_s={limit_s:g}): it was still "
             f"{blamed.seen.at}"
@@ -593,21 +601,25 @@ class Coordinator:
         if bool(waiting) == self._standstill_known:
             return
         self._standstill_known = bool(waiting)
-        seconds = now - max(one.stands_since for one in waiting) if waiting else None
+        seconds = now - max(worker.stands_since for worker in waiting) if waiting else None
         self._to_worker(None, standstill_s=seconds)
 
     def _notify_of_stall(self, now: float, standing: list[WorkerState], *, everyone: bool) -> None:
         """Write down, once, that a rank has made no progress for long, for `notify`."""
-        stands = [one for one in standing if one.standing is not Standing.WAITS and not one.program]
+        stands = [
+            worker
+            for worker in standing
+            if worker.standing is not Standing.WAITS and not worker.program
+        ]
         own = (Standing.BUSY, Standing.DECLARED)
-        stands += [one for one in standing if one.program and one.standing in own]
+        stands += [worker for worker in standing if worker.program and worker.standing in own]
         if everyone:
             stands = standing
         if not stands:
             self._stall_written = False
             return
         after_s = min(STALL_S, self._spec.hang_s / 2)
-        first = min(stands, key=lambda one: one.stands_since)
+        first = min(stands, key=lambda worker: worker.stands_since)
         if self._stall_written or now - first.stands_since < after_s:
             return
         self._stall_written = True
@@ -615,7 +627,7 @@ class Coordinator:
         text = f"rank {first.rank} has made no progress for {seconds:.0f} s: it is {first.seen.at}"
         if everyone:
             describe = describe_idle_programs if first.program else describe_waits
-            text = describe({one.rank: one.seen for one in stands}, seconds)
+            text = describe({worker.rank: worker.seen for worker in stands}, seconds)
         write_json(self._run.stall(self._spec.attempt), {"time": time.time(), "text": text})
 
     def _described(self, culprit: Culprit) -> Culprit:
@@ -629,7 +641,9 @@ class Coordinator:
                 culprit = add_position(culprit, worker.seen, log_file, worker.log_bytes)
         if not culprit.hangs:
             return culprit
-        return add_waits(culprit, {one.rank: one.seen.waits for one in self.workers.values()})
+        return add_waits(
+            culprit, {worker.rank: worker.seen.waits for worker in self.workers.values()}
+        )
 
     def _warn(self, rank: int, sentence: str) -> None:
         index = self._spec.node_of(rank)
@@ -661,9 +675,9 @@ class Coordinator:
         member = str(self._member(rank))
         try:
             let_in = [
-                found["updates"]
-                for found in self._record.since()
-                if member in found.get("joined", {})
+                generation["updates"]
+                for generation in self._record.since()
+                if member in generation.get("joined", {})
             ]
             progress = read_progress(self._run.progress(self._spec.attempt))
         except (OSError, RunFolderError) as error:
@@ -746,11 +760,13 @@ class Coordinator:
             if not away or now - self._memberless_since >= self._spec.silence_s:
                 self._end_in_order()
         if not self._over:
-            if self._generation < 0 and all(one.code is not None for one in self.workers.values()):
+            if self._generation < 0 and all(
+                worker.code is not None for worker in self.workers.values()
+            ):
                 self._publish(0, self._members, code=self.workers[0].code)
             # Another coordinator, which considered this one lost, may have recorded one.
-            if look and (found := self._record.read(self._generation + 1)) is not None:
-                self._accept(found)
+            if look and (generation := self._record.read(self._generation + 1)) is not None:
+                self._accept(generation)
             self._next_generation(now)
             self._grow(now)
             self._restart(now)
@@ -762,7 +778,7 @@ class Coordinator:
         if self._give_up_at is not None and now >= self._give_up_at and not self._killed:
             # All that failed so far only lost a peer, and an agent is silent, and may be lost: then
             # its node is the root cause.
-            secondary = {one["rank"] for one in self._failures if one["secondary"]}
+            secondary = {failure["rank"] for failure in self._failures if failure["secondary"]}
             awaits_agent = any(
                 not agent.lost and agent.heard is not None and now - agent.heard > LEAST_SILENCE_S
                 for agent in self.agents.values()
@@ -823,21 +839,21 @@ class Coordinator:
     def _closed_ports(self, nodes: Iterable[int]) -> set[int]:
         """Return those of these nodes at whose agent's address nothing listens any more."""
         known = {n: agent_file(self._run, self._spec.attempt, n) for n in nodes}
-        return closed_ports({n: one for n, one in known.items() if one}, REACH_S)
+        return closed_ports({n: peer for n, peer in known.items() if peer}, REACH_S)
 
     def _next_generation(self, now: float) -> None:
         """Publish a generation without the lost members, once all other agents are known."""
         if not self._lost_members or now - self._noticed < LOSS_WAIT_S:
             return
-        left = [member for member in self._members if member not in self._lost_members]
-        if not left:
+        remaining = [member for member in self._members if member not in self._lost_members]
+        if not remaining:
             return
         # Those that are lost together should cost one generation; but agents that are only late
         # must not keep the others from the next one, of which their ranks are members.
         awaited = any(agent.heard is None and not agent.lost for agent in self.agents.values())
         if awaited and now - self._began < COME_S:
             return
-        if self._is_smaller_half(len(left)) and now - self._noticed < self._spec.silence_s:
+        if self._is_smaller_half(len(remaining)) and now - self._noticed < self._spec.silence_s:
             return
         why = [
             end.describe()
@@ -845,14 +861,14 @@ class Coordinator:
             if self._lost_members.intersection(members)
         ]
         gone, why = sorted(self._lost_members), list(dict.fromkeys(why))
-        self._publish(self._generation + 1, left, gone=gone, why=why)
+        self._publish(self._generation + 1, remaining, gone=gone, why=why)
 
-    def _is_smaller_half(self, left: int) -> bool:
+    def _is_smaller_half(self, remaining: int) -> bool:
         """Return whether the unreachable workers, not known to have died, outnumber this side's.
 
         They may be about to continue without it. Checked once per loss.
         """
-        noticed, found = self._beyond_reach
+        noticed, is_smaller = self._beyond_reach
         if noticed != self._noticed:
             silent = 0
             if 2 * len(self._lost_members) > len(self._members):
@@ -860,9 +876,9 @@ class Coordinator:
                 lost = Counter(node for node in nodes if self.agents[node].lost)
                 closed = self._closed_ports(lost)
                 silent = sum(count for node, count in lost.items() if node not in closed)
-            found = silent > left
-            self._beyond_reach = self._noticed, found
-        return found
+            is_smaller = silent > remaining
+            self._beyond_reach = self._noticed, is_smaller
+        return is_smaller
 
     def _node_of(self, member: int) -> int:
         return self._spec.node_of(rank_of(member, self._ranks))
@@ -892,10 +908,10 @@ class Coordinator:
                 self._to_worker(leader, newcomers=True)
         states = [self.workers[rank_of(m, self._ranks)] for m in self._members]
         if all(
-            one.awaits_newcomers is not None and one.awaits_newcomers[0] == self._generation
-            for one in states
+            state.awaits_newcomers is not None and state.awaits_newcomers[0] == self._generation
+            for state in states
         ):
-            updates = max(one.awaits_newcomers[1] for one in states if one.awaits_newcomers)
+            updates = max(state.awaits_newcomers[1] for state in states if state.awaits_newcomers)
             joined = {str(member): [] for member in newcomers}
             self._publish(
                 self._generation + 1, [*self._members, *newcomers], joined=joined, updates=updates
@@ -904,15 +920,15 @@ class Coordinator:
     def _publish(self, number: int, members: list[int], **more: Any) -> None:
         """Publish a generation; without disk space, retry at the next tick."""
         try:
-            found = self._record.publish(number, members, **more, time=time.time())
+            generation = self._record.publish(number, members, **more, time=time.time())
         except OSError:
             return
-        self._accept(found)
+        self._accept(generation)
 
-    def _accept(self, found: Mapping[str, Any]) -> None:
+    def _accept(self, generation: Mapping[str, Any]) -> None:
         """Adopt the recorded generation and send it to all workers."""
-        self._message = message_of(found)
-        self._generation, self._members = found["generation"], list(found["members"])
+        self._message = message_of(generation)
+        self._generation, self._members = generation["generation"], list(generation["members"])
         self._member_set = set(self._members)
         self._lost_members &= self._member_set
         self._noticed = self._clock() if self._lost_members else 0.0
@@ -977,12 +993,12 @@ class Coordinator:
         if culprit is None and ends and (self._ends or all_lost):
             behind = [
                 Straggler(
-                    rank=one.rank,
-                    node=self._spec.name_of(self._spec.node_of(one.rank)),
-                    seen=one.seen,
+                    rank=worker.rank,
+                    node=self._spec.name_of(self._spec.node_of(worker.rank)),
+                    seen=worker.seen,
                 )
-                for one in self.workers.values()
-                if one.standing in (Standing.BUSY, Standing.IDLE, Standing.DECLARED)
+                for worker in self.workers.values()
+                if worker.standing in (Standing.BUSY, Standing.IDLE, Standing.DECLARED)
             ]
             known = {failure["rank"] for failure in self._failures}
             records = [*self._run.failures(self._spec.attempt, known), *self._failures]

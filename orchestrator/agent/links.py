@@ -114,7 +114,9 @@ class Link:
             messages = json.loads((b"[" + b",".join(lines) + b"]").decode())
         except (ValueError, RecursionError):
             return None
-        is_sound = len(messages) == len(lines) and all(isinstance(one, dict) for one in messages)
+        is_sound = len(messages) == len(lines) and all(
+            isinstance(message, dict) for message in messages
+        )
         return messages if is_sound else None
 
     def close(self) -> None:
@@ -144,8 +146,8 @@ def authenticate(message: dict[str, Any], *, secret: str, me: tuple[int, int]) -
     node, signature = message.get("node"), message.get("sign")
     if not isinstance(node, int) or not isinstance(signature, str):
         return None
-    given = signature.encode(errors="replace")  # JSON may hold half of a surrogate pair
-    return node if hmac.compare_digest(given, sign(secret, node, me).encode()) else None
+    signature_bytes = signature.encode(errors="replace")  # JSON may hold half of a surrogate pair
+    return node if hmac.compare_digest(signature_bytes, sign(secret, node, me).encode()) else None
 
 
 class Port(Enum):

@@ -134,9 +134,9 @@ class NodeSpec:
         return {**asdict(self), "run": str(self.run)}
 
     @classmethod
-    def from_json(cls, found: dict[str, Any]) -> NodeSpec:
-        known: dict[str, Any] = {field.name: found[field.name] for field in fields(cls)}
-        known |= {"run": Path(found["run"]), "names": tuple(found["names"])}
+    def from_json(cls, record: dict[str, Any]) -> NodeSpec:
+        known: dict[str, Any] = {field.name: record[field.name] for field in fields(cls)}
+        known |= {"run": Path(record["run"]), "names": tuple(record["names"])}
         return cls(**known)
 
 
@@ -153,14 +153,14 @@ def publish_agent(spec: NodeSpec, port: int) -> Peer:
 
 def agent_file(run: RunDir, attempt: int, index: int) -> Peer | None:
     """Return what an agent has published; None before it has."""
-    found = read_json(_path(run, attempt, index))
-    return None if found is None else Peer(**found)
+    record = read_json(_path(run, attempt, index))
+    return None if record is None else Peer(**record)
 
 
 def published_agents(run: RunDir, attempt: int) -> list[Peer]:
     """Return what agents of an attempt have published; some nodes may have none yet."""
-    found = map(read_json, run.attempt(attempt).glob("agent-*.json"))
-    return [Peer(**one) for one in found if one is not None]
+    records = map(read_json, run.attempt(attempt).glob("agent-*.json"))
+    return [Peer(**record) for record in records if record is not None]
 
 
 def secret_of(run: RunDir, attempt: int) -> str:

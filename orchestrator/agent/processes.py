@@ -35,14 +35,14 @@ def this_process_alone() -> Generator[None]:
 
     Other code may fork and not end the child (`os.fork`, then `sys.exit` or an exception).
     """
-    mine = os.getpid()
+    own_pid = os.getpid()
     try:
         yield
     except BaseException as error:
-        if os.getpid() == mine:
+        if os.getpid() == own_pid:
             raise
         leave(_status_of(error))
-    if os.getpid() != mine:
+    if os.getpid() != own_pid:
         leave(0)
 
 
@@ -206,12 +206,12 @@ def asleep_in(pid: int) -> str:
 
 def descendants(pid: int) -> list[int]:
     """Return all descendants of a process: loader workers, compilers."""
-    found: list[int] = []
+    pids: list[int] = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
             children = [int(word) for word in path.read_text(encoding="ascii").split()]
         except (FileNotFoundError, ProcessLookupError):  # that thread has just ended
             continue
         for child in children:
-            found += [child, *descendants(child)]
-    return found
+            pids += [child, *descendants(child)]
+    return pids

@@ -142,10 +142,12 @@ def find_root_cause(
     if without_report is not None:
         return _of_end(run, without_report)
     if behind:  # the others waited for it in vain
-        one = max(behind, key=lambda one: one.seen.stood_s)
-        cause = f"the others waited in vain: it was still {one.seen.at}"
-        lines = one.seen.stack_lines() or tail(run.rank_log(one.rank))
-        return Culprit(rank=one.rank, node=one.node, cause=cause, log_tail=tuple(lines), hangs=True)
+        last = max(behind, key=lambda straggler: straggler.seen.stood_s)
+        cause = f"the others waited in vain: it was still {last.seen.at}"
+        lines = last.seen.stack_lines() or tail(run.rank_log(last.rank))
+        return Culprit(
+            rank=last.rank, node=last.node, cause=cause, log_tail=tuple(lines), hangs=True
+        )
     if own is None:
         return _of_end(run, first)
     culprit = replace(from_failure(run, own), hangs=not finished)
@@ -253,7 +255,10 @@ def describe_waits(seen: Mapping[int, RankPosition], seconds: float) -> str:
     >>> describe_waits(waits, 8.0)[:70]
     'all ranks have waited for each other for 8 s, so no rank was behind: r'
     """
-    each = [f"rank {rank} waited {one.waits or one.at}" for rank, one in sorted(seen.items())]
+    each = [
+        f"rank {rank} waited {position.waits or position.at}"
+        for rank, position in sorted(seen.items())
+    ]
     return (
         f"all ranks have waited for each other for {seconds:.0f} s, so no rank was behind: "
         f"{_some(each)}. A link between them is cut, or they did not call the same collectives"
@@ -266,9 +271,12 @@ def describe_idle_programs(seen: Mapping[int, RankPosition], seconds: float) -> 
     >>> describe_idle_programs({0: RankPosition(at="in wait (train.py, line 3)")}, 20.0)[:56]
     'for 20 s no rank has used a processor or written anythin'
     """
-    late = next((one.where for one in seen.values() if one.where == NOT_OPENED), NOT_JOINED)
+    late = next(
+        (position.where for position in seen.values() if position.where == NOT_OPENED), NOT_JOINED
+    )
     each = [
-        f"rank {rank} is {one.at}{late * (one.where == late)}" for rank, one in sorted(seen.items())
+        f"rank {rank} is {position.at}{late * (position.where == late)}"
+        for rank, position in sorted(seen.items())
     ]
     return (
         f"for {seconds:.0f} s no rank has used a processor or written anything: {_some(each)}. "

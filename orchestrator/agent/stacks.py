@@ -70,22 +70,22 @@ def install_stack_handler() -> None:
 def main_stack() -> list[Frame]:
     """Return the stack of the main thread, innermost first. Reads no file."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]  # it has no public name
-    found: list[Frame] = []
-    while frame is not None and len(found) < MOST_FRAMES:
+    frames: list[Frame] = []
+    while frame is not None and len(frames) < MOST_FRAMES:
         code = frame.f_code
-        found.append(Frame(code.co_filename, frame.f_lineno or 0, code.co_name))
+        frames.append(Frame(code.co_filename, frame.f_lineno or 0, code.co_name))
         frame = frame.f_back
-    return found
+    return frames
 
 
 def as_lines(stack: Sequence[Frame]) -> list[str]:
     """Format for people: the most recent call last, with each line's text if readable."""
-    found: list[str] = []
+    lines: list[str] = []
     for file, line, name in reversed(stack):
-        found.append(f'  File "{file}", line {line}, in {name}')
+        lines.append(f'  File "{file}", line {line}, in {name}')
         if text := linecache.getline(file, line).strip():
-            found.append(f"    {text}")
-    return found
+            lines.append(f"    {text}")
+    return lines
 
 
 def describe_stack(stack: Sequence[Frame]) -> str:
@@ -220,7 +220,9 @@ class ProgramStacks:
             self.problem = last[0].removeprefix("Error: ")
             return True
         for thread in threads:
-            frames = [Frame(one["filename"], one["line"], one["name"]) for one in thread["frames"]]
+            frames = [
+                Frame(frame["filename"], frame["line"], frame["name"]) for frame in thread["frames"]
+            ]
             name = thread["thread_name"] or thread["os_thread_id"]
             self.dump += [f"thread {name}:", *as_lines(frames)]
             if thread["os_thread_id"] == self._pid:

@@ -145,11 +145,11 @@ def own_address(env: Mapping[str, str], *, node: str, node_index: int, nodes: in
         targets = (address for name in named_nodes for address in _resolved(name))
         came_from = [env[STEP_CAME_FROM]] if env.get(STEP_CAME_FROM) else []
         for target in chain(targets, came_from):  # the likeliest first
-            if (found := source_towards(target)) is not None:
-                return found
+            if (source := source_towards(target)) is not None:
+                return source
     for name in (node, socket.gethostname()):
-        if found := _resolved(name):
-            return found[0]
+        if addresses := _resolved(name):
+            return addresses[0]
     raise UsageError(
         f"no address of node {node} was found: neither its name nor the host's means one here, and "
         f"there is no route to the job's other nodes; name its network interface: "
@@ -170,10 +170,10 @@ def node_names(env: Mapping[str, str]) -> Sequence[str]:
 def _resolved(name: str) -> list[str]:
     """Return a name's addresses, IPv4 first; [] if it does not resolve."""
     try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError):
         return []
-    return [str(entry[4][0]) for entry in sorted(found, key=lambda e: e[0] != socket.AF_INET)]
+    return [str(entry[4][0]) for entry in sorted(entries, key=lambda e: e[0] != socket.AF_INET)]
 
 
 def is_loopback(address: str) -> bool:
@@ -213,7 +213,9 @@ def address_of_interface(names: str, node: str) -> str:
         for interface, addresses in sorted(there.items()):
             if addresses and fnmatch.fnmatchcase(interface, pattern.strip().lstrip("=")):
                 return addresses[0]
-    known = ", ".join(f"{name} ({found[0]})" for name, found in sorted(there.items()) if found)
+    known = ", ".join(
+        f"{name} ({addresses[0]})" for name, addresses in sorted(there.items()) if addresses
+    )
     raise UsageError(
         f"cluster.interface={names}: node {node} has no such network interface with an address; "
         f"it has {known}"

@@ -167,7 +167,7 @@ class Workers:
         agent = os.getpid()
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # no stop between fork and ignoring
         try:
-            ours, theirs = pair = socket.socketpair()
+            own_end, worker_end = pair = socket.socketpair()
             pid = fork_session()
         except OSError as error:  # no memory, process or descriptor left
             for end in pair:
@@ -197,13 +197,15 @@ class Workers:
             if os.getpid() == agent:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         if not pid:
-            ours.close()
-            self._become(rank, incarnation, theirs)
-        theirs.close()
+            own_end.close()
+            self._become(rank, incarnation, worker_end)
+        worker_end.close()
         judge = WorkerJudge(self._spec.limits)
-        worker = Worker(rank, incarnation, WorkerLiveness(pid), Link(ours, peer_index=rank), judge)
+        worker = Worker(
+            rank, incarnation, WorkerLiveness(pid), Link(own_end, peer_index=rank), judge
+        )
         self.all[rank] = worker
-        self._selector.register(ours, selectors.EVENT_READ, partial(self._hear, worker))
+        self._selector.register(own_end, selectors.EVENT_READ, partial(self._hear, worker))
         self._report({"event": "started", "rank": rank, "incarnation": incarnation})
         for name in self._stops:
             self.send(rank, stop=name)
@@ -437,7 +439,7 @@ class Workers:
                 return False
             if pid == 0:
                 return True
-            worker = next((one for one in self.alive if one.pid == pid), None)
+            worker = next((candidate for candidate in self.alive if candidate.pid == pid), None)
             if worker is None:  # a process that a worker left behind
                 continue
             link = worker.link.socket

@@ -155,11 +155,11 @@ class Checkpoints(Callback):
             return self._restore(rank)
 
     def _restore(self, rank: int) -> tuple[int, int] | None:
-        self.rank, found = rank, None
+        self.rank, newest = rank, None
         if rank == 0:
             checkpoint.make_again(self._folder)
             checkpoint.remove_partial(self._folder)
-            found, passed_over = checkpoint.newest(
+            newest, passed_over = checkpoint.newest(
                 self._folder, self._run, contents=False, damage=self._damage
             )
             for sentence in passed_over:
@@ -168,41 +168,44 @@ class Checkpoints(Callback):
         else:
             while (updates := int((rows := self._state.gather([0]))[0][0])) >= 0:
                 folder = checkpoint.folder_of(self._folder, updates)
-                found = checkpoint.load(folder, self._run, contents=False)
-                self._damage_in_share(found, len(rows))
-        if found is None:
+                newest = checkpoint.load(folder, self._run, contents=False)
+                self._damage_in_share(newest, len(rows))
+        if newest is None:
             return None
-        self._state.load_state(found.folder, found.extra)
-        self.speeds = found.speeds
-        return found.updates, found.samples
+        self._state.load_state(newest.folder, newest.extra)
+        self.speeds = newest.speeds
+        return newest.updates, newest.samples
 
-    def check(self, found: checkpoint.Checkpoint, rank: int) -> None:
+    def check(self, candidate: checkpoint.Checkpoint, rank: int) -> None:
         """Check a checkpoint's files, each rank a share of them. Collective.
 
         Raises:
             RunFolderError: one is damaged; on rank 0, and on those that read it.
         """
         self.rank = rank
-        if damage := self._damage_in_share(found, len(self._state.gather([rank]))):
+        if damage := self._damage_in_share(candidate, len(self._state.gather([rank]))):
             raise RunFolderError(damage)
 
-    def _damage(self, found: checkpoint.Checkpoint) -> str | None:
+    def _damage(self, candidate: checkpoint.Checkpoint) -> str | None:
         """Have all ranks check a checkpoint's files; return what is wrong with them, on rank 0."""
-        return self._damage_in_share(found, len(self._state.gather([found.updates])))
+        return self._damage_in_share(candidate, len(self._state.gather([candidate.updates])))
 
-    def _damage_in_share(self, found: checkpoint.Checkpoint, ranks: int) -> str | None:
+    def _damage_in_share(self, candidate: checkpoint.Checkpoint, ranks: int) -> str | None:
         """Check this rank's share of the files: each is read once in all. Collective.
 
         Returns:
             The damage; on other ranks than 0, of their own share.
         """
-        names = sorted(found.files)
-        mine = found.damage(names[self.rank :: ranks])
-        rows = self._state.gather([mine is not None])
+        names = sorted(candidate.files)
+        own_damage = candidate.damage(names[self.rank :: ranks])
+        rows = self._state.gather([own_damage is not None])
         odd = next((rank for rank, row in enumerate(rows) if row[0]), None)
-        if mine or odd is None or self.rank != 0:
-            return mine
-        return found.damage(names[odd::ranks]) or f"{found.folder} is damaged, as rank {odd} reads"
+        if own_damage or odd is None or self.rank != 0:
+            return own_damage
+        return (
+            candidate.damage(names[odd::ranks])
+            or f"{candidate.folder} is damaged, as rank {odd} reads"
+        )
 
     def check_replicas(self) -> None:
         """Compare the weights of all ranks. Collective."""
@@ -381,5 +384,5 @@ class Checkpoints(Callback):
         if not isinstance(error, OSError):
             raise error
         self.unsaved = f"{name} could not be written: {error.strerror or error}"
-        kept = ", the last good checkpoint is kept" * any(self._folder.glob("update-*"))
-        warn(f"{self.unsaved}; the run goes on{kept}", kind="checkpoint not written")
+        fallback = ", the last good checkpoint is kept" * any(self._folder.glob("update-*"))
+        warn(f"{self.unsaved}; the run goes on{fallback}", kind="checkpoint not written")

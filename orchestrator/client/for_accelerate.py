@@ -31,10 +31,10 @@ class AccelerateUpdates:
 
     def __init__(self, accelerator: Accelerator, every: int | None = None) -> None:
         self._accelerator, self._every = accelerator, every
-        found = newest(PREFIX)
+        checkpoint = newest(PREFIX)
         self.first = 0
-        if found is not None:
-            self.first, folder = found
+        if checkpoint is not None:
+            self.first, folder = checkpoint
             accelerator.load_state(str(folder))
 
     def ends_after(

@@ -33,8 +33,8 @@ class LightningCallback(Base):
     @property
     def checkpoint(self) -> str | None:
         """The newest whole checkpoint of this run; None where the training begins."""
-        found = newest(PREFIX)
-        return None if found is None else str(found[1])
+        checkpoint = newest(PREFIX)
+        return None if checkpoint is None else str(checkpoint[1])
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Take over SIGTERM, as a request to stop: Lightning's handler calls a collective."""

@@ -24,8 +24,8 @@ class TrainerCallback(Base):
     @property
     def checkpoint(self) -> str | None:
         """The newest whole checkpoint of this run; None where the training begins."""
-        found = newest(PREFIX)
-        return None if found is None else str(found[1])
+        checkpoint = newest(PREFIX)
+        return None if checkpoint is None else str(checkpoint[1])
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Refuse checkpoints that the next start would not find."""

@@ -30,22 +30,22 @@ def newest(prefix: str) -> tuple[int, Path] | None:
     """
     if not current_run:
         return None
-    found = [
+    checkpoints = [
         (int(number), path.with_name(path.name.removesuffix(MARK)))
         for path in current_run.checkpoint_dir.glob(f"{prefix}*{MARK}")
         if (number := path.name.removeprefix(prefix).removesuffix(MARK)).isdecimal()
     ]
-    return max(((n, path) for n, path in found if path.exists()), default=None)
+    return max(((n, path) for n, path in checkpoints if path.exists()), default=None)
 
 
 def figures_of(logged: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the numbers among what a framework logs, as many as `report` takes."""
-    found = {
+    figures = {
         name: value
         for name, value in (logged or {}).items()
         if name not in NOT_FIGURES and _is_number(value)
     }
-    return dict(list(found.items())[:MOST_FIGURES])
+    return dict(list(figures.items())[:MOST_FIGURES])
 
 
 def _is_number(value: Any) -> bool:

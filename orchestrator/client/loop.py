@@ -27,7 +27,7 @@ from orchestrator.plan.plan import Plan
 from orchestrator.plan.window import MicroBatch, Window, planner_of
 from orchestrator.plugins import CALLBACKS
 
-KEPT = 1000
+MOST_RECENT_UPDATES = 1000
 """Updates whose lines a new rank 0 can write, if the disk was full when the last one was lost."""
 
 
@@ -106,25 +106,25 @@ IN_CALLBACK = "in the callback "
 """Begins the note on an exception that a callback has raised."""
 
 
-def describe_misuse(callbacks: Any, stated: str, example: str) -> str | None:
+def describe_misuse(callbacks: Any, source: str, example: str) -> str | None:
     """Return why a user's value is no list of callbacks; None if it is one.
 
     Args:
-        stated: what the value is.
+        source: what the value is, for the message.
 
     >>> describe_misuse([Callback], "callbacks", "callbacks=[losses]")
     'callbacks must be objects, as in callbacks=[losses], but one is the class Callback'
     """
     if not isinstance(callbacks, list | tuple):
-        return f"{stated} must be as in {example}, but is {callbacks!r:.60}"
+        return f"{source} must be as in {example}, but is {callbacks!r:.60}"
     each: Sequence[Any] = callbacks
     for callback in each:
         if isinstance(callback, type) and issubclass(callback, Callback):
             name = callback.__name__
-            return f"{stated} must be objects, as in {example}, but one is the class {name}"
+            return f"{source} must be objects, as in {example}, but one is the class {name}"
         if not isinstance(callback, Callback):
             return (
-                f"{stated} must derive from orchestrator.callbacks.Callback, but one is "
+                f"{source} must derive from orchestrator.callbacks.Callback, but one is "
                 f"{callback!r:.60}"
             )
     return None
@@ -226,14 +226,16 @@ class TrainingProgress:
     evaluating: bool = False
     work_s: float = 0.0
     wait_s: float = 0.0
-    kept: deque[CompletedUpdate] = field(default_factory=lambda: deque(maxlen=KEPT))
+    recent_updates: deque[CompletedUpdate] = field(
+        default_factory=lambda: deque(maxlen=MOST_RECENT_UPDATES)
+    )
 
     def add(self, done: CompletedUpdate) -> None:
         """Add a completed update."""
         self.done = done
         window = replace(done.window, micro_batches=(), order=None)
         report = replace(done.report, losses=())
-        self.kept.append(replace(done, window=window, report=report))
+        self.recent_updates.append(replace(done, window=window, report=report))
         self.updates, self.loss = done.window.update + 1, done.report.loss
         self.samples += done.window.samples
         self.wait_s += done.report.wait_s
@@ -249,8 +251,8 @@ class TrainingProgress:
         self.done, self.returned = None, True
         self.recorded = min(self.recorded, self.updates)
         self.evaluated = min(self.evaluated, self.updates)
-        while self.kept and self.kept[-1].window.update >= self.updates:
-            self.kept.pop()
+        while self.recent_updates and self.recent_updates[-1].window.update >= self.updates:
+            self.recent_updates.pop()
 
 
 class Saving(Protocol):
@@ -298,7 +300,7 @@ class TrainingLoop:
         """
         progress = self.progress
         self._call("on_start", self.trained)
-        for done in progress.kept:
+        for done in progress.recent_updates:
             self._record(done)
         if progress.done is not None:  # a rank that is lost may have had no time for all of this
             self._follow_up(progress.done)

@@ -98,24 +98,24 @@ class WindowOptions:
     callbacks: Sequence[Callback] = ()
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> WindowOptions:
+    def of(cls, arguments: Mapping[str, Any]) -> WindowOptions:
         """Return the options in the arguments of a call.
 
         Raises:
             TypeError: there is no option of such a name.
             ConfigError: a value is of another kind, or two exclude each other.
         """
-        known = [one.name for one in fields(cls)]
-        for name in given:
+        known = [option.name for option in fields(cls)]
+        for name in arguments:
             if name not in known:
                 raise TypeError(
                     f"there is no option '{name}' of run.windows(){did_you_mean(name, known)}"
                 )
-        checked: dict[str, Any] = dict(given)
+        checked: dict[str, Any] = dict(arguments)
         for name, least in _LEAST.items():
-            if name in given and not (given[name] is None and getattr(cls, name) is None):
-                checked[name] = whole_number("windows", name, given[name], least, ConfigError)
-        epochs = given.get("epochs")
+            if name in arguments and not (arguments[name] is None and getattr(cls, name) is None):
+                checked[name] = whole_number("windows", name, arguments[name], least, ConfigError)
+        epochs = arguments.get("epochs")
         if epochs is not None and (isinstance(epochs, bool) or not isinstance(epochs, int | float)):
             raise ConfigError(f"run.windows(): epochs must be a number, but is {epochs!r:.60}")
         options = cls(**checked)

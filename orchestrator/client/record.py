@@ -34,15 +34,15 @@ def whole_number(
     return number
 
 
-def figures(given: Mapping[str, Any]) -> dict[str, float | None]:
+def figures(values: Mapping[str, Any]) -> dict[str, float | None]:
     """Return the figures of `run.report()` as numbers; None stays.
 
     Raises:
         JobError: a value is no number, or there are more than `MOST_FIGURES`.
     """
-    if len(given) > MOST_FIGURES:
-        raise JobError(f"run.report() takes at most {MOST_FIGURES} figures, but got {len(given)}")
-    return {name: None if value is None else _number(name, value) for name, value in given.items()}
+    if len(values) > MOST_FIGURES:
+        raise JobError(f"run.report() takes at most {MOST_FIGURES} figures, but got {len(values)}")
+    return {name: None if value is None else _number(name, value) for name, value in values.items()}
 
 
 def _number(name: str, value: Any) -> float:

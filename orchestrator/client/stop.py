@@ -103,16 +103,16 @@ class Stop:
 
     def _install_handlers(self, *, note: bool = True) -> None:
         """Handle stop signals from the first call on, unless the program has its own handlers."""
-        ours = [number for number in self._signals if signal.getsignal(number) in LEFT_TO_US]
+        unhandled = [number for number in self._signals if signal.getsignal(number) in LEFT_TO_US]
         if threading.current_thread() is not threading.main_thread():
-            if ours and note:
+            if unhandled and note:
                 raise JobError(
                     f"run.should_stop() was called in a thread, where no signal can be taken over: "
-                    f"call it in the main thread first, or have a handler for {ours[0].name} of "
-                    f"your own"
+                    f"call it in the main thread first, or have a handler for {unhandled[0].name} "
+                    f"of your own"
                 )
-            ours = []  # outside a run, a signal keeps its effect
-        for number in ours:
+            unhandled = []  # outside a run, a signal keeps its effect
+        for number in unhandled:
             self._before[number] = signal.signal(number, self._handle)
         self._handling, self._pid = True, os.getpid()
         if note:  # after that: its reader may send a signal

@@ -81,15 +81,15 @@ class UserWindow:
         samples: of the update over all ranks.
     """
 
-    def __init__(self, given: Window, windows: Windows) -> None:
-        self.update, self.epoch, self.samples = given.update, given.epoch, given.samples
-        self.given, self._windows = given, windows
+    def __init__(self, window: Window, windows: Windows) -> None:
+        self.update, self.epoch, self.samples = window.update, window.epoch, window.samples
+        self.planned, self._windows = window, windows
 
     def __len__(self) -> int:
         """Return the number of this rank's micro-batches, perhaps 0. Of a model that `fully_shard`
         has sharded some are perhaps padding, whose losses count nothing.
         """
-        return len(self.given.micro_batches)
+        return len(self.planned.micro_batches)
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the numbers of each micro-batch's samples.
@@ -97,7 +97,7 @@ class UserWindow:
         Random numbers come from a seed that depends only on the update and the micro-batch's
         position in it; before the first and after the last, only on the update.
         """
-        for number, micro_batch in enumerate(self.given.micro_batches):
+        for number, micro_batch in enumerate(self.planned.micro_batches):
             self._windows.hand_out(self, number)
             seed = self._windows.seed
             seed_everything(derived_seed("step", seed, self.update, micro_batch.start))
@@ -169,8 +169,8 @@ class Windows:
             return asked or (update is not None and self._loop.wants_stop(update))
 
         self._parts = [MicroBatchTracker(is_stop_requested) for _ in accumulators]
-        for one, part in zip(accumulators, self._parts, strict=True):
-            one.track_windows(part)
+        for accumulator, part in zip(accumulators, self._parts, strict=True):
+            accumulator.track_windows(part)
         self.first, samples = options.first or 0, 0
         if checkpoints is not None:
             self.first, samples = checkpoints.restore(rank) or (0, 0)
@@ -185,7 +185,7 @@ class Windows:
         record: list[Callback] = [RunRecord(run, self.updates, accumulators[0].group.device)]
         if checkpoints is not None and rank == 0:
             record.append(checkpoints)
-        copies = {one.fully_sharded.shard_ranks for one in accumulators if one.fully_sharded}
+        copies = {a.fully_sharded.shard_ranks for a in accumulators if a.fully_sharded}
         if len(copies) > 1:
             raise ConfigError("models that share windows must be sharded over the same ranks")
         speeds: Speeds | None = None
@@ -223,7 +223,11 @@ class Windows:
         if len(self._all) == 1:
             return self._all[0].gradients()
         each = enumerate(self._all)
-        return {f"{n}.{name}": g for n, one in each for name, g in one.gradients().items()}
+        return {
+            f"{n}.{name}": g
+            for n, accumulator in each
+            for name, g in accumulator.gradients().items()
+        }
 
     def __len__(self) -> int:
         """Return how many windows come at the start of the loop."""
@@ -243,7 +247,9 @@ class Windows:
                 gone through twice: what workers have read ahead would be lost.
         """
         self._refuse_late("indices()")
-        return _Once(list(one.indices) for one in self._loop.micro_batches(self.first))
+        return _Once(
+            list(micro_batch.indices) for micro_batch in self._loop.micro_batches(self.first)
+        )
 
     def batches(
         self,
@@ -267,19 +273,19 @@ class Windows:
             JobError: the loop has begun, or the data set cannot be read.
         """
         self._refuse_late("batches()")
-        given = SimpleNamespace(augments=augments, collate=collate or default_collate)
-        found = loader.batches(
+        job = SimpleNamespace(augments=augments, collate=collate or default_collate)
+        loader_batches = loader.batches(
             self._loop.micro_batches(self.first),
             dataset=dataset,
-            job=given,
+            job=job,
             seed=self.seed,
             workers=workers,
             pin_memory=pin_memory,
             context=None,  # a spawned one would run a script without `__main__` once more
         )
         # Before multiprocessing's own, which waits for workers that ignore its SIGTERM.
-        atexit.register(found.close)
-        return _keeping_random_state(found)
+        atexit.register(loader_batches.close)
+        return _keeping_random_state(loader_batches)
 
     def _refuse_late(self, call: str) -> None:
         if self._begun:
@@ -327,20 +333,20 @@ class Windows:
                 "(on_non_finite='skip', or float16), or nothing in it counted (a weight of 0)"
             )
 
-    def _begin(self, given: Window) -> UserWindow:
-        self._run.set_update(given.update, given.epoch)
-        for one in self._all:
-            one.begin_tracked(
-                given.update,
+    def _begin(self, window: Window) -> UserWindow:
+        self._run.set_update(window.update, window.epoch)
+        for accumulator in self._all:
+            accumulator.begin_tracked(
+                window.update,
                 # others' losses may be recorded, whose backward does not divide
-                expected_weight=given.samples if len(self._all) == 1 else None,
-                leaves=given.micro_step_count if self._reproducible else None,
+                expected_weight=window.samples if len(self._all) == 1 else None,
+                leaves=window.micro_step_count if self._reproducible else None,
                 own_leaves=[
                     micro_batch.number if self._reproducible else None
-                    for micro_batch in given.micro_batches
+                    for micro_batch in window.micro_batches
                 ],
             )
-        return UserWindow(given, self)
+        return UserWindow(window, self)
 
     def hand_out(self, window: UserWindow, number: int) -> None:
         """Record that the loop takes micro-batch `number` of `window`, from 0.
@@ -361,10 +367,10 @@ class Windows:
                 "out. Where they do not count, give them a weight of 0"
             )
         if number < len(window):
-            for one, part in zip(self._all, self._parts, strict=True):
+            for accumulator, part in zip(self._all, self._parts, strict=True):
                 part.taken = number + 1
-                one.padding = number >= len(window) - window.given.padding
-        self._loop.begin_micro_step(window.given, number)
+                accumulator.padding = number >= len(window) - window.planned.padding
+        self._loop.begin_micro_step(window.planned, number)
 
     def _report(self) -> BoundaryReport:
         """Return the first accumulator's report, with the others' losses as metrics, and the
@@ -374,7 +380,7 @@ class Windows:
             part.require_ended()
         reports = [part.report for part in self._parts if part.report is not None]
         digests = [report.gradient_digest for report in reports if report.gradient_digest]
-        others = {f"loss_{number}": one.loss for number, one in enumerate(reports) if number}
+        others = {f"loss_{number}": report.loss for number, report in enumerate(reports) if number}
         return replace(
             reports[0],
             metrics={**reports[0].metrics, **others},
@@ -442,7 +448,11 @@ class AccumulatorState:
         self._all, self._decided, self._others = accumulators, dict(decided), others
         self._group = accumulators[0].group
         self._optimizers: list[dict[str, Any] | None] = []
-        modules = [one.model for one in accumulators if isinstance(one.model, Module)]
+        modules = [
+            accumulator.model
+            for accumulator in accumulators
+            if isinstance(accumulator.model, Module)
+        ]
         if len(modules) < len(accumulators):
             raise ConfigError(
                 "checkpoints need the torch.nn.Module itself: build the Accumulator with it, not "
@@ -450,8 +460,8 @@ class AccumulatorState:
             )
         self._model = modules[0] if len(modules) == 1 else ModuleList(modules)
         self._modes = modes_of(self._model)
-        in_shards = any(one.fully_sharded is not None for one in accumulators)
-        if in_shards and any(one.options.shard_optimizer for one in accumulators):
+        in_shards = any(accumulator.fully_sharded is not None for accumulator in accumulators)
+        if in_shards and any(accumulator.options.shard_optimizer for accumulator in accumulators):
             raise ConfigError(
                 "a model that fully_shard() has sharded and one with shard_optimizer cannot share "
                 "checkpoints: leave shard_optimizer out"
@@ -461,17 +471,19 @@ class AccumulatorState:
     def _pack_others(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return the further state, packed, and its tensors by their paths. Raises `JobError`."""
         tensors: dict[str, Tensor] = {}
-        made = {n: pack(own.state_dict(), tensors, f"state {n}") for n, own in self._others.items()}
-        return made, tensors
+        packed = {
+            n: pack(own.state_dict(), tensors, f"state {n}") for n, own in self._others.items()
+        }
+        return packed, tensors
 
     def _check_others(self, *, in_shards: bool) -> None:
         """Refuse further state that cannot be saved, now rather than at the first checkpoint, or
         that differs between ranks, and that rank 0's would replace at the next start. Collective.
         """
-        made, tensors = self._pack_others()
+        packed, tensors = self._pack_others()
         if in_shards:  # they differ
             return
-        digest = zlib.crc32(repr(made).encode())
+        digest = zlib.crc32(repr(packed).encode())
         for tensor in tensors.values():
             digest = zlib.crc32(bytes_of(tensor.cpu()).numpy().data, digest)
         if len({row[0] for row in self.gather([float(digest)])}) > 1:
@@ -484,17 +496,24 @@ class AccumulatorState:
         return gather_numbers(self._group, numbers)
 
     def check_replicas(self) -> None:
-        for one in self._all:
-            one.check_replicas()
+        for accumulator in self._all:
+            accumulator.check_replicas()
 
     def gather_state(self) -> None:
-        self._optimizers = [one.optimizer_state() for one in self._all]
+        self._optimizers = [accumulator.optimizer_state() for accumulator in self._all]
 
     def holds_state(self) -> bool:
-        return not any(one.sharded for one in self._all)
+        return not any(accumulator.sharded for accumulator in self._all)
 
     def part(self) -> int | None:
-        return next((one.fully_sharded.part for one in self._all if one.fully_sharded), None)
+        return next(
+            (
+                accumulator.fully_sharded.part
+                for accumulator in self._all
+                if accumulator.fully_sharded
+            ),
+            None,
+        )
 
     def save_state(self, folder: Path) -> dict[str, Any]:
         """Write the state that was gathered into `folder`, or this rank's part of it; see
@@ -503,11 +522,11 @@ class AccumulatorState:
         states, part = self._optimizers, self.part()
         self._optimizers = []
         if part is not None:
-            states = [one.optimizer.state_dict() for one in self._all]
+            states = [accumulator.optimizer.state_dict() for accumulator in self._all]
         parts = {f"optimizer {n}": state for n, state in enumerate(states)}
         parts |= {f"state {name}": own.state_dict() for name, own in self._others.items()}
         extra = {
-            "precision": [one.precision.state() for one in self._all],
+            "precision": [accumulator.precision.state() for accumulator in self._all],
             "state": list(self._others),
             "windows": self._decided,
             "modes": self._modes.changes(),
@@ -540,11 +559,13 @@ class AccumulatorState:
                 f"{len(self._all)} share these windows"
             )
         load_model(self._model, folder, extra["model"])
-        optimizers = {f"optimizer {n}": one.optimizer for n, one in enumerate(self._all)}
+        optimizers = {
+            f"optimizer {n}": accumulator.optimizer for n, accumulator in enumerate(self._all)
+        }
 
         def restore(saved: dict[str, Any]) -> None:
-            for number, one in enumerate(self._all):
-                one.load_optimizer_state(saved[f"optimizer {number}"])
+            for number, accumulator in enumerate(self._all):
+                accumulator.load_optimizer_state(saved[f"optimizer {number}"])
             for name, part in self._others.items():
                 try:
                     part.load_state_dict(saved[f"state {name}"])
@@ -555,13 +576,13 @@ class AccumulatorState:
                     ) from error
 
         load_optimizer(folder, extra["optimizer"], restore, optimizers, self._pack_others()[1])
-        for one, precision in zip(self._all, extra["precision"], strict=True):
-            one.precision.load(precision)
+        for accumulator, precision in zip(self._all, extra["precision"], strict=True):
+            accumulator.precision.load(precision)
         self._modes.apply(extra["modes"])
 
 
 def windows_of(
-    run: CurrentRun, samples: int, accumulator: Any, given: Mapping[str, Any]
+    run: CurrentRun, samples: int, accumulator: Any, arguments: Mapping[str, Any]
 ) -> Windows:
     """Return the windows of a training; see `CurrentRun.windows`. Collective.
 
@@ -569,7 +590,7 @@ def windows_of(
         ConfigError, TypeError: invalid options.
         JobError: options that differ between ranks.
     """
-    options = WindowOptions.of(given)
+    options = WindowOptions.of(arguments)
     samples = whole_number("windows", "samples", samples, 1, ConfigError)
     accumulators = _find_accumulators(run, accumulator)
     group, settings = accumulators[0].group, accumulators[0].options
@@ -578,7 +599,7 @@ def windows_of(
         options,
         ranks=group.size,
         reduction=settings.reduction,
-        in_step=any(one.fully_sharded for one in accumulators),
+        in_step=any(accumulator.fully_sharded for accumulator in accumulators),
     )
     decided = decided_by(samples, options, plan)
     traits = {**decided, "updates": plan.updates, "steps": plan.batch.steps, "first": options.first}
@@ -622,16 +643,16 @@ def _find_accumulators(run: CurrentRun, accumulator: Any) -> list[Accumulator]:
     """Return the accumulators that share the windows. Raises `ConfigError` if they cannot."""
     if accumulator is None:
         accumulator = only_accumulator()
-    given = list(accumulator) if isinstance(accumulator, (list, tuple)) else [accumulator]
-    if not given or not all(isinstance(one, Accumulator) for one in given):
+    accumulators = list(accumulator) if isinstance(accumulator, (list, tuple)) else [accumulator]
+    if not accumulators or not all(isinstance(item, Accumulator) for item in accumulators):
         raise ConfigError(
             "run.windows(len(data), accumulator): it must be an Accumulator, or a list of those "
             f"that share the windows, but is {accumulator!r:.60}"
         )
-    group = given[0].group
-    if any(one.group.size != group.size for one in given):
+    group = accumulators[0].group
+    if any(member.group.size != group.size for member in accumulators):
         raise ConfigError("accumulators that share windows must be of the same ranks")
-    if len({one.options.reduction for one in given}) > 1:
+    if len({member.options.reduction for member in accumulators}) > 1:
         raise ConfigError("accumulators that share windows must have the same reduction=")
     if run.ranks is not None and run.ranks != group.size:
         raise ConfigError(
@@ -639,4 +660,4 @@ def _find_accumulators(run: CurrentRun, accumulator: Any) -> list[Accumulator]:
             "sample would be computed by several. Call init_process_group() before, and leave the "
             "group out, or give it TorchGroup.wrap(torch.distributed.group.WORLD)"
         )
-    return given
+    return accumulators

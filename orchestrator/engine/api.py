@@ -73,7 +73,7 @@ class AccumulationOptions:
             TypeError: there is no option of such a name; it says which is the nearest.
         """
         for name in keywords:
-            known = [one.name for one in fields(AccumulationOptions)]
+            known = [option.name for option in fields(AccumulationOptions)]
             if name not in known:
                 raise TypeError(
                     f"there is no option '{name}' of an accumulator{did_you_mean(name, known)}"
@@ -82,9 +82,9 @@ class AccumulationOptions:
 
     def shared_by_ranks(self) -> dict[str, Any]:
         """Return the options that have to be the same on all ranks, by name."""
-        names = [one.name for one in fields(AccumulationOptions)]
-        found = {name: getattr(self, name) for name in names if name not in _RANK_SPECIFIC}
-        return found | {"metric_names": tuple(self.metric_names)}
+        names = [option.name for option in fields(AccumulationOptions)]
+        options = {name: getattr(self, name) for name in names if name not in _RANK_SPECIFIC}
+        return options | {"metric_names": tuple(self.metric_names)}
 
 
 @dataclass(frozen=True, kw_only=True)

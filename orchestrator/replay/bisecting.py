@@ -109,11 +109,11 @@ def compare_records(a: Path, b: Path) -> Bisection:
         updates=len(common), first=common[0], by_digest=len(digests) == len(common)
     )
     for update in common:
-        one, other = left[update], right[update]
+        record, other = left[update], right[update]
         unlike = {
-            name: (one[name].decode(), other[name].decode())
+            name: (record[name].decode(), other[name].decode())
             for name in COMPARED
-            if name in one and name in other and one[name] != other[name]
+            if name in record and name in other and record[name] != other[name]
         }
         if unlike:
             bisection.update, bisection.fields = update, unlike

@@ -147,9 +147,9 @@ def print_bisection(bisection: Bisection, a: Path, b: Path, console: Console) ->
     elif bisection.repeats is not None:
         say(console, "replays of both compute the same micro-steps in it", "bold")
     for run, repeats in zip((a, b), bisection.repeats or (), strict=False):
-        said = "repeats its record" if repeats else "does not repeat its record"
+        verdict = "repeats its record" if repeats else "does not repeat its record"
         meaning = "" if repeats else ": that run computed something else than its code does here"
-        say(console, f"the replay of {run} {said}{meaning}", "" if repeats else "yellow")
+        say(console, f"the replay of {run} {verdict}{meaning}", "" if repeats else "yellow")
     if bisection.unlike:
         say(console, "what else differs:", "bold")
     for text in bisection.unlike:

@@ -54,25 +54,25 @@ def compare(a: Path, b: Path) -> Comparison:
         UsageError: a file is missing or is not a safetensors file, or names or shapes differ.
     """
     files = SafetensorsFile(a), SafetensorsFile(b)
-    mine, theirs = files[0].tensors, files[1].tensors
+    weights, reference = files[0].tensors, files[1].tensors
     # Tied weights have one name in a file, and all of their names in a checkpoint in parts.
     for file, other in (files, reversed(files)):
         for alias, name in file.aliases.items():
             if alias in other.tensors:
                 file.tensors[alias] = file.tensors[name]
     problems = {
-        f"only in {a}": mine.keys() - theirs.keys(),
-        f"only in {b}": theirs.keys() - mine.keys(),
+        f"only in {a}": weights.keys() - reference.keys(),
+        f"only in {b}": reference.keys() - weights.keys(),
         "of different shapes": [
-            f"{name} {list(mine[name].shape)} and {list(theirs[name].shape)}"
-            for name in mine.keys() & theirs.keys()
-            if mine[name].shape != theirs[name].shape
+            f"{name} {list(weights[name].shape)} and {list(reference[name].shape)}"
+            for name in weights.keys() & reference.keys()
+            if weights[name].shape != reference[name].shape
         ],
     }
-    found = [f"{what}: {', '.join(sorted(names))}" for what, names in problems.items() if names]
-    if found:
-        raise UsageError("the weights are not of the same model: " + "; ".join(found))
-    tensors = {name: _compare(mine[name], theirs[name]) for name in mine}
+    sentences = [f"{what}: {', '.join(sorted(names))}" for what, names in problems.items() if names]
+    if sentences:
+        raise UsageError("the weights are not of the same model: " + "; ".join(sentences))
+    tensors = {name: _compare(weights[name], reference[name]) for name in weights}
     return Comparison(
         max_relative_difference=max(
             (t.max_relative_difference for t in tensors.values()), default=0.0

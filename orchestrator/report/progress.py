@@ -57,16 +57,16 @@ def live_line(moment: Moment, console: Console) -> Text:
     Where it is too long, its least important parts are left out. The last column stays free: some
     terminals break the line when it is written to.
     """
-    loss, rate, left = map(Text, _figures(moment))
+    loss, rate, time_left = map(Text, _figures(moment))
     metrics = Text(_named(moment.metrics))
     evaluation = _named(moment.evaluation)
     held_out = Text(f"held-out {evaluation}" if evaluation else "", style="green")
     best = Text(_best(moment.best), style="green")
     position, dots = Text(_position(moment), style="bold"), _dots(moment)
-    parts = [position, loss, metrics, held_out, best, rate, left, dots]
+    parts = [position, loss, metrics, held_out, best, rate, time_left, dots]
     parts = [part for part in parts if part.plain]
     width = console.width - 1 - (BAR_CELLS[0] + len(GAP) if moment.total else 0)
-    for least in (metrics, held_out, best, dots, rate, left):
+    for least in (metrics, held_out, best, dots, rate, time_left):
         if Text(GAP).join(parts).cell_len <= width:
             break
         parts = [part for part in parts if part is not least]
@@ -109,8 +109,8 @@ def _figures(moment: Moment) -> tuple[str, str, str]:
     loss = "" if moment.loss is None else f"loss {format_number(moment.loss)}"
     speed = moment.samples_per_second
     rate = "" if speed is None else format_rate(speed)
-    left = math.ceil(moment.seconds_left or 0)  # fractions of a second would only flicker
-    text = f"{format_seconds(left) if left >= 60 else f'{left} s'} left" if left else ""
+    seconds = math.ceil(moment.seconds_left or 0)  # fractions of a second would only flicker
+    text = f"{format_seconds(seconds) if seconds >= 60 else f'{seconds} s'} left" if seconds else ""
     return loss, rate, text
 
 
@@ -299,17 +299,17 @@ class Progress:
         done, total = last["update"] + 1 if last else 0, self._plan.get("updates")
         samples = [r["samples"] for r in self._recent if r.get("samples") is not None]
         mean_samples = sum(samples) / len(samples) if samples else None
-        left = None
+        seconds_left = None
         # Nothing is left to wait for once the run is over, however far it came.
         if pace is not None and total is not None and not self._closed:
-            left = max(0, total - done) * pace
+            seconds_left = max(0, total - done) * pace
         steps_done, steps = self._window or (None, 1)
         return Moment(
             updates=done,
             total=total,
             loss=last.get("loss"),
             samples_per_second=mean_samples / pace if pace and mean_samples else None,
-            seconds_left=left,
+            seconds_left=seconds_left,
             micro_steps=steps,
             micro_steps_done=steps_done,
             metrics=last.get("metrics") or {},

@@ -441,13 +441,13 @@ def _survived(result: Mapping[str, Any]) -> list[Row]:
     lost = f"{_in_order(gone)} lost"
     again = f"; {_in_order(came)} rejoined" if came else ""
     at_the_end = len(result.get("peak_memory_bytes") or ()) or notes[-1]["ranks"]
-    left = f"{plural(at_the_end, 'rank')} went on"
+    survivors = f"{plural(at_the_end, 'rank')} went on"
     redone = sum(note.get("redone", 1) + note.get("lost_updates", 0) for note in notes)
-    text = f"{lost}; {plural(redone, 'update')} redone{again}; {left}"
+    text = f"{lost}; {plural(redone, 'update')} redone{again}; {survivors}"
     why = [f"{_in_order(note['gone'])} {', '.join(note['why'])}" for note in notes if note["why"]]
     return [
         ("survived", text, "yellow"),
-        *(("  lost", one, "") for one in why[-RESTARTS_SHOWN:]),
+        *(("  lost", reason, "") for reason in why[-RESTARTS_SHOWN:]),
     ]
 
 

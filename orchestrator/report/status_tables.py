@@ -81,7 +81,7 @@ def _cells(run: RunStatus, here: Path) -> list[str]:
     name = short_name(run.folder, here)
     if run.state in UNREADABLE:
         return [name, run.state, *[NONE] * (len(HEADINGS) - 2)]
-    rate, age, left = run.samples_per_second, run.boundary_age_s, run.time_left_s
+    rate, age, time_left = run.samples_per_second, run.boundary_age_s, run.time_left_s
     return [
         name,
         run.state,
@@ -91,7 +91,7 @@ def _cells(run: RunStatus, here: Path) -> list[str]:
         f"{rate:,.0f}" if rate is not None else NONE,
         f"{format_seconds(age)} ago" if age is not None else NONE,
         format_count(run.restarts) if run.restarts else NONE,
-        format_seconds(left) if left is not None else NONE,
+        format_seconds(time_left) if time_left is not None else NONE,
     ]
 
 
@@ -137,22 +137,22 @@ def print_status(
     for index, row in enumerate(rows):
         row += [_shown(column[index]) for column in (columns or {}).values()]
     if columns is None:
-        kept = [
+        shown_columns = [
             index
             for index, heading in enumerate(HEADINGS)
             if heading in ALWAYS or any(row[index] != NONE for row in rows)
         ]
     else:
-        kept = [0, 1, *range(len(HEADINGS), len(headings))]
+        shown_columns = [0, 1, *range(len(HEADINGS), len(headings))]
     numeric = {name for name, values in (columns or {}).items() if _is_numeric(values)}
     right = [
         column
-        for column, index in enumerate(kept)
+        for column, index in enumerate(shown_columns)
         if headings[index] in RIGHT or headings[index] in numeric
     ]
-    table = new_table([headings[index] for index in kept], right)
+    table = new_table([headings[index] for index in shown_columns], right)
     for run, row in zip(runs, rows, strict=True):
-        texts = [literal(row[index], console) for index in kept]
+        texts = [literal(row[index], console) for index in shown_columns]
         texts[1].style = STATE_STYLES.get(run.state, "")
         table.add_row(*texts)
     unlimited = console.options.update(max_width=MOST_WIDE)
@@ -287,12 +287,12 @@ def describe_search(search: Mapping[str, Any]) -> list[str]:
     states = Counter(trial["state"] for trial in search["trials"])
     counts = ", ".join(f"{number} {state}" for state, number in states.most_common())
     of = f"{states.total()} of {plural(search['wanted'], 'trial')}"
-    found = [f"{of}: {counts}" if counts else of]
+    sentences = [f"{of}: {counts}" if counts else of]
     if search["best"] is not None:
         best = search["trials"][search["best"]]
         value = f"{search['objective']} {_value(best)}"
-        found.append(f"the best is trial {best['number']}: {value}, {' '.join(best['point'])}")
-    return found
+        sentences.append(f"the best is trial {best['number']}: {value}, {' '.join(best['point'])}")
+    return sentences
 
 
 def _chosen(trial: Mapping[str, Any]) -> dict[str, str]:

@@ -110,8 +110,8 @@ def print_sweep(cells: Sequence[SweptRun], console: Console, not_begun: int = 0)
 
 def names(cells: Sequence[SweptRun]) -> list[str]:
     """Return the name of each point: its folder's, as in `logs SWEEP/POINT`."""
-    found = [cell.folder.name for cell in cells]
-    return found if len({*found}) == len(found) else [str(cell.folder) for cell in cells]
+    labels = [cell.folder.name for cell in cells]
+    return labels if len({*labels}) == len(labels) else [str(cell.folder) for cell in cells]
 
 
 def differences(cells: Sequence[SweptRun]) -> list[str]:
@@ -131,12 +131,12 @@ def differences(cells: Sequence[SweptRun]) -> list[str]:
             texts.append("reference")
         else:
             try:
-                found = compare(cell.weights, reference)
+                comparison = compare(cell.weights, reference)
             except UsageError:
                 texts.append("other shapes")
             else:
-                difference = f"{found.max_relative_difference:.1e}"
-                texts.append("same bits" if found.equal_bits else difference)
+                difference = f"{comparison.max_relative_difference:.1e}"
+                texts.append("same bits" if comparison.equal_bits else difference)
     return texts
 
 
@@ -146,12 +146,12 @@ Column = tuple[str, list[Text]]
 def _columns(cells: Sequence[SweptRun], console: Console) -> list[Column]:
     """Return the columns that hold something, the points' names first."""
     figures = [cell.summary for cell in cells]
-    found: list[Column] = []
+    columns: list[Column] = []
 
     def add(title: str, values: Iterable[str]) -> None:
         texts = [literal("-" if v == UNKNOWN else v, console) for v in values]
         if any(text.plain != "-" for text in texts):
-            found.append((legible(title, console), texts))
+            columns.append((legible(title, console), texts))
 
     def add_costs(title: str, field: str, form: Callable[[Any], str]) -> None:
         add(title, (form(getattr(f, field)) for f in figures))
@@ -161,7 +161,7 @@ def _columns(cells: Sequence[SweptRun], console: Console) -> list[Column]:
     for key in keys:
         add(short_key(key, keys), (short_number(str(c.overrides.get(key, ""))) for c in cells))
     add(STATE, (f.state for f in figures))
-    for text in found[-1][1]:
+    for text in columns[-1][1]:
         text.style = STATE_STYLES.get(text.plain, "bold red")
     add_costs("time", "seconds", format_seconds)
     add_costs("per update", "seconds_per_update", format_seconds)
@@ -179,7 +179,7 @@ def _columns(cells: Sequence[SweptRun], console: Console) -> list[Column]:
     add_costs("collectives /update", "collectives_per_update", format_count)
     add_costs("bytes /update", "bytes_on_wire_per_update", format_bytes)
     add("weights differ by", differences(cells))
-    return found
+    return columns
 
 
 def _compared_samples(cells: Sequence[SweptRun]) -> int | None:
@@ -187,8 +187,8 @@ def _compared_samples(cells: Sequence[SweptRun]) -> int | None:
     have (`train.samples`), or the fewest that one had; None where all had equally many.
     """
     done = [cell for cell in cells if cell.finished and cell.summary.samples]
-    stated = {cell.plan.get("samples") for cell in done}
-    if len(stated) == 1 and (samples := stated.pop()):
+    planned = {cell.plan.get("samples") for cell in done}
+    if len(planned) == 1 and (samples := planned.pop()):
         return samples
     counts = {cell.summary.samples or 0 for cell in done}
     return min(counts) if len(counts) > 1 else None
@@ -244,26 +244,26 @@ BATCH_KEYS = {f"accumulation.{name}" for name in ("global_batch", "steps", "micr
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Two runs that are alike but for K: `one` with fewer micro-steps, `many` with more.
+    """Two runs that are alike but for K: `fewer` has fewer micro-steps, `more` has more.
 
     `title` says what was kept equal, for example `equal micro-batch`. Plans of the cells give
     `micro_steps`, `global_batch` and `micro_batches`.
     """
 
     title: str
-    one: SweptRun
-    many: SweptRun
+    fewer: SweptRun
+    more: SweptRun
 
 
 def verdict(pair: Pair) -> str:
     """Compare time of an update and of a sample, and memory, in one sentence."""
-    one, many = pair.one.summary, pair.many.summary
-    per_update = _ratio(many.seconds_per_update, one.seconds_per_update)
-    per_sample = _ratio(*map(_seconds_per_thousand, (pair.many, pair.one)))
-    memory = _ratio(many.peak_memory_bytes, one.peak_memory_bytes)
+    fewer, more = pair.fewer.summary, pair.more.summary
+    per_update = _ratio(more.seconds_per_update, fewer.seconds_per_update)
+    per_sample = _ratio(*map(_seconds_per_thousand, (pair.more, pair.fewer)))
+    memory = _ratio(more.peak_memory_bytes, fewer.peak_memory_bytes)
     return (
-        f"At {pair.title}, K={pair.many.plan['micro_steps']} against "
-        f"K={pair.one.plan['micro_steps']}: "
+        f"At {pair.title}, K={pair.more.plan['micro_steps']} against "
+        f"K={pair.fewer.plan['micro_steps']}: "
         f"{_change('time per update', per_update)}, {_change('time per sample', per_sample)}, "
         f"{_change('peak memory', memory)}."
     )
@@ -322,18 +322,18 @@ def swept_run(
     )
 
 
-def current_overrides(run: RunDir, stated: Sequence[str], more: Sequence[str] = ()) -> list[str]:
+def current_overrides(run: RunDir, recorded: Sequence[str], more: Sequence[str] = ()) -> list[str]:
     """Return a run's overrides with those of its resumes, and `more`, in place of what they
     changed.
     """
-    found = {key_of(override): override for override in stated}
+    overrides = {key_of(override): override for override in recorded}
     resumes = (entry.get("overrides") or () for entry in run.read_resumes())
     for override in (*chain.from_iterable(resumes), *more):
         key = key_of(override)
         for replaced in LENGTHS if key in LENGTHS else (key,):
-            found.pop(replaced, None)
-        found[key] = override
-    return [*found.values()]
+            overrides.pop(replaced, None)
+        overrides[key] = override
+    return [*overrides.values()]
 
 
 def only_varying(all_overrides: Sequence[Sequence[str]]) -> list[dict[str, str]]:
@@ -365,19 +365,23 @@ def accumulation_pairs(cells: Sequence[SweptRun]) -> list[Pair]:
         ("equal micro-batch", lambda c: c.plan["micro_batches"][0][0]),
         ("equal global batch", lambda c: c.plan["global_batch"]),
     ):
-        found = [(one, other) for other in many for one in plain if _alike(one, other, figure)]
-        pairs += [Pair(title=title, one=found[0][0], many=found[0][1])] if found else []
+        candidates = [
+            (single, other) for other in many for single in plain if _alike(single, other, figure)
+        ]
+        pairs += (
+            [Pair(title=title, fewer=candidates[0][0], more=candidates[0][1])] if candidates else []
+        )
     return pairs
 
 
-def _alike(one: SweptRun, other: SweptRun, figure: Callable[[SweptRun], int]) -> bool:
+def _alike(first: SweptRun, other: SweptRun, figure: Callable[[SweptRun], int]) -> bool:
     """Return True if two points have the same figure and differ in their batches only."""
-    keys = {*one.overrides, *other.overrides}  # points of different lines state different keys
-    differing = {key for key in keys if one.overrides.get(key) != other.overrides.get(key)}
+    keys = {*first.overrides, *other.overrides}  # points of different lines state different keys
+    differing = {key for key in keys if first.overrides.get(key) != other.overrides.get(key)}
     return (
         differing <= BATCH_KEYS
-        and one.plan["ranks"] == other.plan["ranks"]
-        and figure(one) == figure(other)
+        and first.plan["ranks"] == other.plan["ranks"]
+        and figure(first) == figure(other)
     )
 
 

@@ -16,14 +16,14 @@ class BestFigure:
     """A figure over the evaluations of a run, and which of them is the best so far.
 
     Attributes:
-        stated: `held_out.NAME`, of which the largest is best; with a minus before it the smallest.
+        objective: `held_out.NAME`, of which the largest is best; the smallest with a minus first.
         updates: that the best evaluation came after; 0 before the first.
         value: of that one.
         without: how many evaluations followed it.
         judged: updates that the latest evaluation came after.
     """
 
-    stated: str
+    objective: str
     updates: int = 0
     value: float = math.nan
     without: int = 0
@@ -32,7 +32,7 @@ class BestFigure:
     @property
     def name(self) -> str:
         """Return the name that the evaluation gives the figure."""
-        return self.stated.removeprefix("-").removeprefix(HELD_OUT)
+        return self.objective.removeprefix("-").removeprefix(HELD_OUT)
 
     def add(self, updates: int, figures: Mapping[str, Any]) -> None:
         """Add the next evaluation, after so many updates. One that is no number is never best.
@@ -49,12 +49,12 @@ class BestFigure:
         if self.name not in figures:
             known = did_you_mean(self.name, figures)
             raise JobError(
-                f"train.keep_best={self.stated}: the evaluation after update {updates} gives no "
+                f"train.keep_best={self.objective}: the evaluation after update {updates} gives no "
                 f"'{self.name}'{known}"
             )
         self.judged = updates
         value = float(figures[self.name])
-        sign = -1 if self.stated.startswith("-") else 1
+        sign = -1 if self.objective.startswith("-") else 1
         if math.isfinite(value) and not (sign * value <= sign * self.value):
             self.updates, self.value, self.without = updates, value, 0
         else:
@@ -62,14 +62,14 @@ class BestFigure:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as result.json has it."""
-        return {"figure": self.stated, "value": self.value, "updates": self.updates}
+        return {"figure": self.objective, "value": self.value, "updates": self.updates}
 
 
 class BestSoFar:
     """The best figure of evaluations as a reader comes to them, some of them again after a restart.
 
     Args:
-        stated: as `train.keep_best` has it.
+        objective: as `train.keep_best` has it.
 
     >>> best = BestSoFar("held_out.height")
     >>> for updates, height in ((2, 0.1), (4, 0.5), (6, 0.4), (4, 0.3), (6, 0.2)):
@@ -78,10 +78,10 @@ class BestSoFar:
     (4, 0.3)
     """
 
-    def __init__(self, stated: str) -> None:
+    def __init__(self, objective: str) -> None:
         # Each is better than all before it, so the last is the best, also without later ones.
         self._improvements: list[BestFigure] = []
-        self._begin = BestFigure(stated)
+        self._begin = BestFigure(objective)
 
     @property
     def figure(self) -> BestFigure:

@@ -231,8 +231,8 @@ def keep_best(checkpoints: Path, best: Path, updates: int) -> None:
     Its files are the same as in `checkpoints`, where it will be removed, or copies of them where
     the file system has no hard links. Raises `OSError` if it cannot be kept.
     """
-    kept = folder_of(best, updates)
-    if not kept.exists():
+    target = folder_of(best, updates)
+    if not target.exists():
         if not best.exists():
             make_folder(best)
         partial = partial_folder(best, updates, os.getpid())
@@ -248,11 +248,11 @@ def keep_best(checkpoints: Path, best: Path, updates: int) -> None:
                     shutil.copyfile(file, partial / file.name)
                     _sync(partial / file.name)
             _sync(partial)
-            partial.rename(kept)
+            partial.rename(target)
             _sync(best)
     remove_partial(best)
     for other in list_checkpoints(best):
-        if other != kept:
+        if other != target:
             shutil.rmtree(other, ignore_errors=True)
 
 
@@ -375,7 +375,7 @@ def load(folder: Path, run: str | None = None, *, contents: bool = True) -> Chec
     if there != state["files"].keys():
         odd = min(there ^ state["files"].keys())
         raise RunFolderError(f"{folder / odd} is damaged: {STATE} and the folder differ about it")
-    found = Checkpoint(
+    checkpoint = Checkpoint(
         folder=folder,
         updates=state["updates"],
         samples=state["samples"],
@@ -383,9 +383,9 @@ def load(folder: Path, run: str | None = None, *, contents: bool = True) -> Chec
         files=state["files"],
         speeds=state.get("speeds", []),
     )
-    if contents and (damage := found.damage(found.files)):
+    if contents and (damage := checkpoint.damage(checkpoint.files)):
         raise RunFolderError(damage)
-    return found
+    return checkpoint
 
 
 def newest(
@@ -408,12 +408,14 @@ def newest(
     skipped: list[str] = []
     for folder in reversed(list_checkpoints(checkpoints)):
         try:
-            found = load(folder, run, contents=contents)
+            checkpoint = load(folder, run, contents=contents)
         except RunFolderError as error:
             why = str(error)
         else:
-            if not (why := damage(found)):
-                return found, [f"{why}; going on from an earlier checkpoint" for why in skipped]
+            if not (why := damage(checkpoint)):
+                return checkpoint, [
+                    f"{why}; going on from an earlier checkpoint" for why in skipped
+                ]
         skipped.append(why)
     if skipped:
         raise RunFolderError(
@@ -448,10 +450,10 @@ def read_last(
 def check_initial(run: RunDir) -> None:
     """Raise `RunFolderError` if the initial weights are not those that the run began with."""
     try:
-        found = file_sha256(run.initial_weights)
+        digest = file_sha256(run.initial_weights)
     except OSError as error:
         raise RunFolderError(f"{run.initial_weights} cannot be read: {error.strerror}") from error
-    if found != run.read_submission().get(INITIAL_DIGEST):
+    if digest != run.read_submission().get(INITIAL_DIGEST):
         raise RunFolderError(f"{run.initial_weights} is damaged: its digest is another one")
 
 

@@ -266,8 +266,8 @@ def read_json(path: Path) -> dict[str, Any] | None:
         return None
     except OSError as error:
         raise RunFolderError(f"{path} cannot be read: {error.strerror}") from error
-    head, found, end = text.rpartition(_BEFORE_DIGEST)
-    if not found:
+    head, separator, end = text.rpartition(_BEFORE_DIGEST)
+    if not separator:
         raise RunFolderError(f"{path} is damaged: its digest is missing")
     if end != text_digest(path.name, head) + _AFTER_DIGEST:
         raise RunFolderError(f"{path} is damaged: its digest is not that of its content")

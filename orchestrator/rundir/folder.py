@@ -166,7 +166,7 @@ class RunDir:
     def ranks_with_logs(self) -> list[int]:
         """Return the ranks that have a log, in order."""
         names = map(RANK_LOG.fullmatch, names_in(self.logs))
-        return sorted(int(found[1]) for found in names if found)
+        return sorted(int(match[1]) for match in names if match)
 
     def node_log(self, node: str) -> Path:
         return self.logs / f"{node}.log"
@@ -321,12 +321,12 @@ class RunDir:
     def _checked_config(self) -> tuple[str, str]:
         """Return the text of config.yaml without its last line, and the identity in that line."""
         try:
-            found = LAST_LINE.match(read_text(self.config))
+            match = LAST_LINE.match(read_text(self.config))
         except OSError as error:
             raise RunFolderError(f"{self.config} cannot be read: {error.strerror}") from error
-        if found is None:
+        if match is None:
             raise RunFolderError(f"{self.config} is damaged: its digest is missing")
-        text, identity, digest = found.groups()
+        text, identity, digest = match.groups()
         if digest != text_digest(identity, text):
             raise RunFolderError(f"{self.config} is damaged: its digest is not that of its content")
         return text, identity
@@ -368,5 +368,5 @@ class RunDir:
         """Return what the attempt's ranks wrote when they failed; not of the ranks `besides`."""
         folder = self.attempt(attempt)
         matches = filter(None, map(FAILURE.fullmatch, names_in(folder)))
-        found = [folder / match[0] for match in matches if int(match[1]) not in besides]
-        return [value for path in found if (value := read_json(path)) is not None]
+        paths = [folder / match[0] for match in matches if int(match[1]) not in besides]
+        return [value for path in paths if (value := read_json(path)) is not None]

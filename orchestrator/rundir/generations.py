@@ -90,10 +90,10 @@ class GenerationRecord:
         content = {"generation": generation, "members": list(members), **more}
         if create_once(path, to_json_text(path.name, content)):
             return content
-        found = self.read(generation)
-        if found is None:
+        winner = self.read(generation)
+        if winner is None:
             raise FileExistsError(path)
-        return found
+        return winner
 
     def has_room(self) -> bool:
         """Return whether a generation could be written now; only a write can detect a quota."""
@@ -111,13 +111,13 @@ class GenerationRecord:
 
     def since(self, generation: int = 1) -> Iterator[dict[str, Any]]:
         """Return all generations from this one on, in order."""
-        while (found := self.read(generation)) is not None:
-            yield found
+        while (record := self.read(generation)) is not None:
+            yield record
             generation += 1
 
     def losses(self) -> list[list[int]]:
         """Return the lost members of each generation that lost some, the oldest first."""
-        return [found["gone"] for found in self.since() if found.get("gone")]
+        return [record["gone"] for record in self.since() if record.get("gone")]
 
     def newest(self) -> dict[str, Any] | None:
         """Return the newest generation; None before the first."""

@@ -69,8 +69,8 @@ def is_locked(run: RunDir) -> bool:
 def _read_holder(descriptor: int) -> tuple[int, str] | None:
     """Return the holder's pid and host; None if the lock's file names none."""
     text = os.pread(descriptor, 256, 0).decode("utf-8", errors="replace")
-    found = re.fullmatch(r"([0-9]+) (\S+)", text)
-    return (int(found[1]), found[2]) if found else None
+    match = re.fullmatch(r"([0-9]+) (\S+)", text)
+    return (int(match[1]), match[2]) if match else None
 
 
 def signal_holder(run: RunDir, *numbers: signal.Signals) -> None:

@@ -355,9 +355,9 @@ def recent_records(path: Path) -> list[Record]:
     Raises:
         OSError: it may not be read.
     """
-    found = Tail(path, RECENT_BYTES).read()
-    last = max((record.get("attempt", 0) for record in found), default=0)
-    return [record for record in found if record.get("attempt", 0) == last]
+    records = Tail(path, RECENT_BYTES).read()
+    last = max((record.get("attempt", 0) for record in records), default=0)
+    return [record for record in records if record.get("attempt", 0) == last]
 
 
 def updates_of(records: Iterable[Record]) -> list[Record]:

@@ -130,17 +130,17 @@ def write_failure(run: RunDir, attempt: int, failure: Mapping[str, Any]) -> None
 
 def read_outcome(run: RunDir, attempt: int) -> AttemptOutcome | None:
     """Return how an attempt ended; None where no agent remained to write it."""
-    found = read_json(run.outcome(attempt))
-    return None if found is None else outcome_from_json(found)
+    record = read_json(run.outcome(attempt))
+    return None if record is None else outcome_from_json(record)
 
 
-def outcome_from_json(found: Mapping[str, Any]) -> AttemptOutcome:
-    blamed: dict[str, Any] | None = found["culprit"]
+def outcome_from_json(record: Mapping[str, Any]) -> AttemptOutcome:
+    blamed: dict[str, Any] | None = record["culprit"]
     culprit = None
     if blamed is not None:
         values: dict[str, Any] = {**blamed, "log_tail": tuple(blamed["log_tail"])}
         culprit = Culprit(**values)
-    return AttemptOutcome(state=State(found["state"]), culprit=culprit, lost=found["lost"])
+    return AttemptOutcome(state=State(record["state"]), culprit=culprit, lost=record["lost"])
 
 
 def departure_note(why: str, updates: int | None = None) -> dict[str, Any]:

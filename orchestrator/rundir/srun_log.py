@@ -82,14 +82,14 @@ def node_failure(run: RunDir, attempt: int, names: Sequence[str] = ()) -> str | 
         log = read_end(run.srun_log(attempt), SRUN_LOG_BYTES).decode("utf-8", errors="replace")
     except FileNotFoundError:
         return None
-    if (found := NODE_FAILURE.search(log)) is None:
+    if (match := NODE_FAILURE.search(log)) is None:
         return None
-    name = found["name"]
+    name = match["name"]
     if name is None:
-        number = int(found["number"])
+        number = int(match["number"])
         name = (read_json(run.node_ranks(attempt, number)) or {}).get("node")
         name = names[number] if name is None and number < len(names) else name
-    return f"node {name or found['number']} failed"
+    return f"node {name or match['number']} failed"
 
 
 def cancellation(run: RunDir, attempt: int) -> str | None:
@@ -109,7 +109,7 @@ def cancellation(run: RunDir, attempt: int) -> str | None:
 def task_exits(log: str) -> list[TaskExit]:
     """Return every abnormal end of a task in srun's log, in the log's order."""
     return [
-        TaskExit(rank=rank, node=found["node"], what=found["what"].strip())
-        for found in TASKS.finditer(log)
-        for rank in numbers(found["tasks"])
+        TaskExit(rank=rank, node=match["node"], what=match["what"].strip())
+        for match in TASKS.finditer(log)
+        for rank in numbers(match["tasks"])
     ]

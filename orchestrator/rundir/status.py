@@ -125,10 +125,10 @@ def from_folder(run: RunDir) -> RunStatus:
         with suppress(FileNotFoundError):
             age_s = max(0.0, time.time() - run.metrics.stat().st_mtime)
 
-    made, notes = run.attempts_made(), run.restarts()
+    attempts, notes = run.attempts_made(), run.restarts()
     resumed = {note["attempt"] for note in notes if note["asked"]}
     resumed |= {int(entry["attempt"]) for entry in run.read_resumes()}
-    generations = list(GenerationRecord(run.attempt(made - 1)).since()) if made else []
+    generations = list(GenerationRecord(run.attempt(attempts - 1)).since()) if attempts else []
     return RunStatus(
         folder=run.path,
         state=state,
@@ -142,11 +142,11 @@ def from_folder(run: RunDir) -> RunStatus:
         samples_per_second=Figures(updates).samples_per_second,
         seconds_left=(total - done) * pace if total and pace and not result else None,
         boundary_age_s=age_s,
-        attempts=made,
+        attempts=attempts,
         # attempts that began by themselves: neither the first, nor one by `resume`
-        restarts=max(0, made - 1 - len(resumed & set(range(1, made)))),
-        survived=sum(1 for found in generations if found.get("gone")),
-        rejoined=sum(len(found.get("joined", ())) for found in generations),
+        restarts=max(0, attempts - 1 - len(resumed & set(range(1, attempts)))),
+        survived=sum(1 for generation in generations if generation.get("gone")),
+        rejoined=sum(len(generation.get("joined", ())) for generation in generations),
         lost_updates=sum(int(note["lost_updates"]) for note in notes),
         why=next((str(n["why"]) for n in reversed(notes) if not n["asked"]), None),
         reason=reason,
@@ -154,7 +154,7 @@ def from_folder(run: RunDir) -> RunStatus:
         tags=list(submission.get("tags") or ()),
         note=submission.get("note"),
         program=" ".join(map(str, plan["program"]["argv"])) if plan.get("program") else None,
-        warnings=[w.text for w in read_warnings(run.attempt(made - 1))] if made else [],
+        warnings=[w.text for w in read_warnings(run.attempt(attempts - 1))] if attempts else [],
     )
 
 
@@ -197,11 +197,11 @@ def has_begun(run: RunDir, status: RunStatus) -> bool:
     return bool(status.updates) or (status.attempts > 0 and bool(run.read_plan().get("program")))
 
 
-def mark_unknown(runs: Sequence[RunDir], found: dict[Path, RunStatus], why: str) -> None:
+def mark_unknown(runs: Sequence[RunDir], statuses: dict[Path, RunStatus], why: str) -> None:
     """Mark runs that have no recorded end as unknown, with the reason."""
     for run in runs:
-        if found[run.path].state not in ENDED_STATES:
-            found[run.path] = replace(found[run.path], state="unknown", reason=why)
+        if statuses[run.path].state not in ENDED_STATES:
+            statuses[run.path] = replace(statuses[run.path], state="unknown", reason=why)
 
 
 def find_runs(below: Path) -> list[Path]:
@@ -210,18 +210,18 @@ def find_runs(below: Path) -> list[Path]:
     A folder that may not be read counts as one: it may be another account's run. So does one that
     lost its config.yaml, which is written before plan.json.
     """
-    found: list[Path] = []
+    paths: list[Path] = []
 
     def refused(error: OSError) -> None:
         if isinstance(error, PermissionError):
-            found.append(Path(error.filename))
+            paths.append(Path(error.filename))
 
     for folder, folders, files in os.walk(below, onerror=refused):
         if "attempts" in folders and not {"config.yaml", "plan.json"}.isdisjoint(files):
-            found.append(Path(folder))
+            paths.append(Path(folder))
             folders.clear()
         folders[:] = sorted(
-            (one for one in folders if not one.startswith(".")),
+            (name for name in folders if not name.startswith(".")),
             key=lambda name: (not name.isdecimal(), int(name) if name.isdecimal() else 0, name),
         )
-    return found
+    return paths

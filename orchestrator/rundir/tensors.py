@@ -59,8 +59,8 @@ class Tensor:
 
     def bits(self, start: int, stop: int) -> Array:
         """Return the stored bits as unsigned integers."""
-        found = [bits[max(0, start - at) : max(0, stop - at)] for at, bits in self.pieces]
-        return np.asarray(found[0]) if len(found) == 1 else np.concatenate(found)
+        slices = [bits[max(0, start - at) : max(0, stop - at)] for at, bits in self.pieces]
+        return np.asarray(slices[0]) if len(slices) == 1 else np.concatenate(slices)
 
     def values(self, start: int, stop: int) -> Array:
         """Return the numbers, in a numpy dtype that holds each of them exactly."""
@@ -84,17 +84,17 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.aliases: dict[str, str] = {}
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         parts = sorted(path.glob(PARTS))
         for part in parts:
-            self._add_shards(found, part)
+            self._add_shards(tensors, part)
         if not parts:
             header, data = _mapped(path)
             metadata = header.pop("__metadata__", {})
             self.aliases = json.loads(metadata.get(EXTRA, "{}")).get("aliases", {})
             for name, entry in header.items():
-                found[name] = self._tensor(name, entry, data)
-        self.tensors = dict(sorted(found.items()))
+                tensors[name] = self._tensor(name, entry, data)
+        self.tensors = dict(sorted(tensors.items()))
 
     def _tensor(self, name: str, entry: dict[str, Any], data: Array, first: int = 0) -> Tensor:
         kind = str(entry["dtype"])
@@ -108,7 +108,7 @@ class SafetensorsFile:
         piece = data[slice(*entry["data_offsets"])].view(stored)
         return Tensor(tuple(entry["shape"]), label, kind, ((first, piece),))
 
-    def _add_shards(self, found: dict[str, Tensor], part: Path) -> None:
+    def _add_shards(self, tensors: dict[str, Tensor], part: Path) -> None:
         """Add one rank's shards, each some rows of a tensor."""
         header, data = _mapped(part)
         offsets = json.loads(header.pop("__metadata__")[SHARDS])
@@ -120,12 +120,12 @@ class SafetensorsFile:
                     "`orchestrator export RUN --safetensors` makes one file of the run's weights"
                 )
             shard = self._tensor(name, header[name], data, row * math.prod(shape[1:]))
-            other = found.get(key := name.removeprefix(MODEL))
+            other = tensors.get(key := name.removeprefix(MODEL))
             if other is not None:
                 rows = max(other.shape[0], row + shape[0])
                 pieces = sorted((*other.pieces, *shard.pieces), key=lambda piece: piece[0])
                 shard = replace(shard, shape=(rows, *shape[1:]), pieces=tuple(pieces))
-            found[key] = shard
+            tensors[key] = shard
 
     def write(self, path: Path) -> None:
         """Write all tensors to one safetensors file."""

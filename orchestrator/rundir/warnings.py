@@ -138,16 +138,16 @@ def read_warnings(attempt: Path) -> list[RunWarning]:
 
     Bounded in files and bytes. Lines torn by a full disk are skipped.
     """
-    found: dict[str, dict[int, tuple[float, str]]] = {}
+    moments: dict[str, dict[int, tuple[float, str]]] = {}
     for path in sorted(attempt.glob(PATTERN))[:MOST_FILES]:
         for line in _lines(path):
             moment = (line["time"], line["sentence"])
-            found.setdefault(line["kind"], {}).setdefault(line["rank"], moment)
-    made: list[RunWarning] = []
-    for ranks in found.values():
+            moments.setdefault(line["kind"], {}).setdefault(line["rank"], moment)
+    warnings: list[RunWarning] = []
+    for ranks in moments.values():
         moment, sentence = min(ranks.values())
-        made.append(RunWarning(sentence=sentence, ranks=tuple(sorted(ranks)), time=moment))
-    return sorted(made, key=lambda warning: warning.time)
+        warnings.append(RunWarning(sentence=sentence, ranks=tuple(sorted(ranks)), time=moment))
+    return sorted(warnings, key=lambda warning: warning.time)
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -27,7 +27,7 @@ class BestCheckpoint:
 
     def __init__(
         self,
-        stated: str,
+        objective: str,
         patience: int | None,
         checkpoints: Checkpoints,
         gather: Callable[[Sequence[float]], list[list[float]]],
@@ -36,7 +36,7 @@ class BestCheckpoint:
         self._patience, self._checkpoints, self._gather = patience, checkpoints, gather
         self.figure: BestFigure | None = None
         if evaluations is not None:
-            self.figure = BestFigure(stated)
+            self.figure = BestFigure(objective)
             for record in evaluations:
                 self.figure.add(record["update"] + 1, record["evaluation"])
             if self.figure.updates:  # the attempt before may have ended before it kept it

@@ -186,7 +186,7 @@ def _digests(dataset: Any, indices: Sequence[int]) -> tuple[list[float], bool]:
     import numpy as np
 
     torch: Any = sys.modules.get("torch")
-    found: list[float] = []
+    digests: list[float] = []
     draws = False
     with kept_generators():
         for index in indices:
@@ -195,10 +195,10 @@ def _digests(dataset: Any, indices: Sequence[int]) -> tuple[list[float], bool]:
             if torch:
                 torch.default_generator.manual_seed(_SEED + index)
             before = generator_states()
-            found.append(sample_digest(dataset[index]))
+            digests.append(sample_digest(dataset[index]))
             after = generator_states()  # a sample may have loaded one
             draws = draws or any(after[name] != state for name, state in before.items())
-    return found, draws
+    return digests, draws
 
 
 def sample_digest(value: Any) -> float:
@@ -212,11 +212,11 @@ def sample_digest(value: Any) -> float:
     >>> sample_digest([1]) == sample_digest([2])
     False
     """
-    found = hashlib.blake2b(digest_size=6)  # a float64 carries them exactly
+    digest = hashlib.blake2b(digest_size=6)  # a float64 carries them exactly
     for part in _parts(value, 0):
-        found.update(len(part).to_bytes(8, "little"))
-        found.update(part)
-    return float(int.from_bytes(found.digest(), "little"))
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return float(int.from_bytes(digest.digest(), "little"))
 
 
 def _parts(value: Any, depth: int) -> Iterator[bytes]:
@@ -232,19 +232,19 @@ def _parts(value: Any, depth: int) -> Iterator[bytes]:
     elif depth < _DEEPEST:
         inner = _inner_values(value)
         yield str(len(inner)).encode()
-        for one in inner:
-            yield from _parts(one, depth + 1)
+        for element in inner:
+            yield from _parts(element, depth + 1)
 
 
 def _inner_values(value: Any) -> list[Any]:
     if isinstance(value, Mapping):
-        return [part for key, one in value.items() for part in (str(key), one)]
+        return [part for key, item in value.items() for part in (str(key), item)]
     if isinstance(value, AbstractSet):
         return sorted(value, key=repr)
     if isinstance(value, list | tuple):
         return list(value)
     if is_dataclass(value):
-        return [getattr(value, one.name) for one in fields(value)]
+        return [getattr(value, attribute.name) for attribute in fields(value)]
     return [part for pair in sorted(getattr(value, "__dict__", {}).items()) for part in pair]
 
 
@@ -285,24 +285,24 @@ def own_rates(job: Any, schedule: ScheduleConfig, engine: Engine, updates: int) 
     named = f"{type(job).__name__}.learning_rate"
 
     def rates(update: int) -> float:
-        found = job.learning_rate(update)
+        result = job.learning_rate(update)
         try:
-            rate = float(found)
+            rate = float(result)
         except (TypeError, ValueError, RuntimeError):
             rate = math.nan
         if not (math.isfinite(rate) and rate >= 0):
             raise JobError(
-                f"{named}({update}) must give a number, 0 or more, but gives {found!r:.60}"
+                f"{named}({update}) must give a number, 0 or more, but gives {result!r:.60}"
             )
         return rate
 
     compared = sorted({0, 1 % updates, updates // 2, updates - 1})
     first, again = ([rates(update) for update in compared] for _ in range(2))
-    for update, one, two in zip(compared, first, again, strict=True):
-        if one != two:
+    for update, earlier, later in zip(compared, first, again, strict=True):
+        if earlier != later:
             raise JobError(
-                f"{named}({update}) gives {one:g}, then {two:g}: it must depend on the update's "
-                "number alone, so that a resumed run has the rates of an undisturbed one"
+                f"{named}({update}) gives {earlier:g}, then {later:g}: it must depend on the "
+                "update's number alone, so that a resumed run has the rates of an undisturbed one"
             )
     rows = engine.gather(first)
     if odd := minority_ranks(rows):
@@ -330,9 +330,9 @@ def compare_facts(
     """
     true_plan = planned.figures()
     wrong = {
-        name: (stated, true_plan[name])
+        name: (fact, true_plan[name])
         for name in ("parameters", "dataset_samples")
-        if (stated := getattr(facts, name)) is not None and stated != true_plan[name]
+        if (fact := getattr(facts, name)) is not None and fact != true_plan[name]
     }
     if not wrong:
         return
@@ -341,9 +341,9 @@ def compare_facts(
         facts.dataset_samples or planned.length.dataset_samples,
     ).figures()
     differences = "; ".join(
-        f"facts.{name}={stated}, but {'the model' if name == 'parameters' else 'the data set'} has "
+        f"facts.{name}={fact}, but {'the model' if name == 'parameters' else 'the data set'} has "
         f"{true}"
-        for name, (stated, true) in wrong.items()
+        for name, (fact, true) in wrong.items()
     )
     remedy = " ".join(f"facts.{name}={true}" for name, (_, true) in wrong.items())
     changed = [

@@ -164,10 +164,10 @@ def short_traceback(error: BaseException) -> str:
     whole = traceback.TracebackException.from_exception(error)
     pending: list[traceback.TracebackException | None] = [whole]
     while pending:
-        one = pending.pop()
-        if one is not None:
-            one.stack = _ShortStack(one.stack)
-            pending += [one.__cause__, one.__context__, *(one.exceptions or ())]
+        part = pending.pop()
+        if part is not None:
+            part.stack = _ShortStack(part.stack)
+            pending += [part.__cause__, part.__context__, *(part.exceptions or ())]
     return "".join(whole.format())
 
 
@@ -186,9 +186,9 @@ def _loader_worker(error: BaseException) -> str | None:
     torch raises an error of its own wherever the rank is, whose cause says more.
     """
     ended = ""
-    one: BaseException | None = error
-    while one is not None:
-        if match := _WORKER.match(error_text(one)):
+    cause: BaseException | None = error
+    while cause is not None:
+        if match := _WORKER.match(error_text(cause)):
             worker, what = f"a loader worker of this rank (process {match[1]})", match[2]
             if killed := _BY_SIGNAL.search(what):
                 names = {signal.strsignal(number): number.name for number in signal.Signals}
@@ -196,5 +196,5 @@ def _loader_worker(error: BaseException) -> str | None:
                 remedy = _REMEDIES.get(name, "; what it said last is in this rank's log")
                 return f"{worker} was killed by {name}{remedy}"
             ended = f"{worker} {what.partition('.')[0]}; the log has what it said last"
-        one = one.__cause__ or one.__context__
+        cause = cause.__cause__ or cause.__context__
     return ended or None

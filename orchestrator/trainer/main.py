@@ -322,19 +322,19 @@ def _callbacks(worker: WorkerProcess, training: Training) -> list[Callback]:
     if leaves:  # a rank that is no neighbour of the failed one would wait on
         interrupt = membership.interrupt if membership else cast("Any", group).interrupt
         worker.link.on_run_failed = interrupt
-    found: list[Callback] = [] if training.membership is None else [training.membership]
-    found.append(PositionMarks(worker.link))
+    callbacks: list[Callback] = [] if training.membership is None else [training.membership]
+    callbacks.append(PositionMarks(worker.link))
     if recorder is None:
         if worker.topology.scheduled:
-            found.append(Follower(worker.stop, run.departure(attempt)))
-        return [*found, *training.callbacks]
+            callbacks.append(Follower(worker.stop, run.departure(attempt)))
+        return [*callbacks, *training.callbacks]
     if attempt and progress.done is None and not progress.returned:
         note = restart_note(run, attempt, worker.topology, progress.updates)
         recorder.note["restart"] = note
         write_json(run.restart(attempt), note)
-    found += [training.checkpoints, recorder]
+    callbacks += [training.checkpoints, recorder]
     if worker.topology.scheduled:
-        found.append(
+        callbacks.append(
             LeaveInTime(
                 training.checkpoints,
                 fence=worker.fence,
@@ -344,4 +344,4 @@ def _callbacks(worker: WorkerProcess, training: Training) -> list[Callback]:
                 progress=progress,
             )
         )
-    return [*found, *training.callbacks]
+    return [*callbacks, *training.callbacks]

@@ -267,8 +267,8 @@ class Recorder(Callback):
             raise RunFolderError(f"trained to the end, but {unwritten}; make room, and resume")
 
     def _warned(self, *, now: bool = False) -> dict[str, list[str]]:
-        found = self._warnings.read(now=now)
-        return {"warnings": found} if found else {}
+        sentences = self._warnings.read(now=now)
+        return {"warnings": sentences} if sentences else {}
 
     def _line(self, record: Mapping[str, Any]) -> None:
         waited = self._metrics.waiting

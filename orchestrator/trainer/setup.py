@@ -126,10 +126,10 @@ class Training:
 
     def restore(self, rank: int) -> bool:
         """Load the newest sound checkpoint, if any; return whether there is one. Collective."""
-        found = self.checkpoints.restore(rank)
-        if found is not None:
-            self.progress.updates, self.progress.samples = found
-        return found is not None
+        position = self.checkpoints.restore(rank)
+        if position is not None:
+            self.progress.updates, self.progress.samples = position
+        return position is not None
 
     def save(self) -> None:
         """Write a checkpoint after the last update. Collective."""
@@ -184,11 +184,17 @@ class Training:
         if took_over:
             self.recall()
             history = read_metrics(self.run.metrics)
-            mine = [line for line in history.changes if line.get("attempt", 0) == self.attempt]
-            recorder.generation = max((line["generation"] for line in mine), default=0)
+            own_changes = [
+                line for line in history.changes if line.get("attempt", 0) == self.attempt
+            ]
+            recorder.generation = max((line["generation"] for line in own_changes), default=0)
             recorded = history.updates[-1]["update"] + 1 if history.updates else 0
             progress.recorded = min(recorded, progress.updates)
-            first = progress.kept[0].window.update if progress.kept else progress.updates
+            first = (
+                progress.recent_updates[0].window.update
+                if progress.recent_updates
+                else progress.updates
+            )
             if progress.recorded < first:
                 warn(
                     f"metrics.jsonl lacks updates {progress.recorded + 1} to {first}: the rank "
@@ -201,7 +207,7 @@ class Training:
         if self.recorder is None:  # the rank that writes is lost, or has not come so far
             self.take_over_record(changes)
         recorder, progress = self.record(), self.progress
-        for done in progress.kept:
+        for done in progress.recent_updates:
             if done.window.update >= progress.recorded:
                 recorder.on_boundary(done)
         progress.recorded = progress.updates
@@ -242,11 +248,11 @@ class Training:
         figure = None if self.best is None else self.best.figure
         if figure is None or not figure.updates:
             return {}
-        found: dict[str, Any] = {"best": figure.to_json()}
+        summary: dict[str, Any] = {"best": figure.to_json()}
         if self.progress.ended_early:
             many = plural(figure.without, "evaluation")
-            found["ended_early"] = f"no better {figure.stated} in {many}"
-        return found
+            summary["ended_early"] = f"no better {figure.objective} in {many}"
+        return summary
 
     def facts_of_ranks(self) -> dict[str, Any]:
         """Return values of result.json that all ranks know together. Collective.
@@ -256,12 +262,14 @@ class Training:
         `weights_sha256` is among them if no rank holds all weights.
         """
         engine = self.engine
-        mine = {**engine.memory_bytes(), "peak": engine.peak_memory_bytes()}
+        own_memory = {**engine.memory_bytes(), "peak": engine.peak_memory_bytes()}
         times = self.progress.work_s, self.progress.wait_s
-        rows = engine.gather([*times, *(float(size) for size in mine.values())])
+        rows = engine.gather([*times, *(float(size) for size in own_memory.values())])
         work, wait, *sizes = zip(*rows, strict=True)
         facts: dict[str, Any] = {
-            "memory": {name: list(map(int, row)) for name, row in zip(mine, sizes, strict=True)},
+            "memory": {
+                name: list(map(int, row)) for name, row in zip(own_memory, sizes, strict=True)
+            },
             "seconds_of_ranks": {
                 "work": [round(s, 3) for s in work],
                 "wait": [round(s, 3) for s in wait],
@@ -484,20 +492,20 @@ def _load_initial_state(training: Training, rank: int) -> None:
     Raises:
         ConfigError: it is that of another optimizer or model.
     """
-    run, engine, stated = training.run, training.engine, training.config.train.initial_state
-    found = checkpoint.initial_state(run)
-    training.checkpoints.check(found, rank)
+    run, engine, reference = training.run, training.engine, training.config.train.initial_state
+    initial = checkpoint.initial_state(run)
+    training.checkpoints.check(initial, rank)
     begun = run.read_submission().get(BRANCH) or {}
     why: object = other_optimizer(begun.get("optimizer"), engine.optimizer_used())
     if why is None:
         try:
-            engine.load_initial_state(found.folder, found.extra)
+            engine.load_initial_state(initial.folder, initial.extra)
         except (JobError, RunFolderError) as error:
             why = error
     if why is not None:
         raise ConfigError(
-            f"train.initial_state={stated}: {why}. To begin with its weights alone: "
-            f"train.initial_weights={split_reference(str(stated))[0]}"
+            f"train.initial_state={reference}: {why}. To begin with its weights alone: "
+            f"train.initial_weights={split_reference(str(reference))[0]}"
         )
 
 
@@ -566,11 +574,13 @@ def build_job(settings: Mapping[str, Any]) -> Job:
 def _callbacks_of(job: Job) -> Sequence[Callback]:
     """Return the job's callbacks. Raise `JobError` for anything else."""
     method = getattr(job, "callbacks", list)
-    stated = f"{type(job).__name__}.callbacks"
+    method_name = f"{type(job).__name__}.callbacks"
     if not callable(method):
-        raise JobError(f"{stated} must be a method, as in def callbacks(self): return [Losses()]")
+        raise JobError(
+            f"{method_name} must be a method, as in def callbacks(self): return [Losses()]"
+        )
     callbacks: Any = method()
-    if misuse := describe_misuse(callbacks, f"what {stated}() returns", "return [Losses()]"):
+    if misuse := describe_misuse(callbacks, f"what {method_name}() returns", "return [Losses()]"):
         raise JobError(misuse)
     return callbacks
 

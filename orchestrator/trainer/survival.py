@@ -215,7 +215,7 @@ class GroupMembership(Callback):
                 self._changed.wait(POLL_S)
             newer = self._latest
         self._why.clear()
-        self._members = tuple(one for one in newer.members if one != self._me)
+        self._members = tuple(member for member in newer.members if member != self._me)
         self._generation = newer.number - 1
         self.go_on(PeerLost("this rank takes its place again"), progress)
 
@@ -321,27 +321,27 @@ class GroupMembership(Callback):
         if given_up():  # before there was a group to interrupt
             raise PeerLost("one more rank is gone")
         self.rank, self.size = rank, size
-        mine = None
+        own_update = None
         if (done := progress.done) is not None:
-            mine = {
+            own_update = {
                 "window": asdict(replace(done.window, micro_batches=(), order=None)),
                 "report": asdict(replace(done.report, losses=())),
                 "seconds": done.seconds,
                 "samples": progress.samples,
             }
         try:
-            theirs = self._engine.catch_up(group, progress.updates, json.dumps(mine))
+            other_update = self._engine.catch_up(group, progress.updates, json.dumps(own_update))
         except StateLost as lost:
             self._engine.regroup(group)
             if (taken_back := self._go_back(rank)) is None:
                 raise self._unrecoverable(f"{lost}, and there is no checkpoint yet") from lost
             return taken_back
-        if theirs is not None:  # of a rank that has done the last update, and this one has not
-            found: dict[str, Any] = json.loads(theirs)
-            window = Window(**found["window"] | {"micro_batches": ()})
-            report = BoundaryReport(**found["report"])
-            progress.add(CompletedUpdate(window, report, found["seconds"]))
-            progress.samples = found["samples"]
+        if other_update is not None:  # another rank has done one more update than this one
+            record: dict[str, Any] = json.loads(other_update)
+            window = Window(**record["window"] | {"micro_batches": ()})
+            report = BoundaryReport(**record["report"])
+            progress.add(CompletedUpdate(window, report, record["seconds"]))
+            progress.samples = record["samples"]
         self._engine.regroup(group)
         return None
 
@@ -352,23 +352,23 @@ class GroupMembership(Callback):
         Raises:
             PeerLost: `spec.stop_requested()` meanwhile.
         """
-        found: list[Any] = []
+        results: list[Any] = []
 
         def form() -> None:
             try:
-                found.append(self._framework.form_group(spec))
+                results.append(self._framework.form_group(spec))
             except Exception as error:  # noqa: BLE001  # raised again below
-                found.append(error)
+                results.append(error)
 
         thread = threading.Thread(target=form, name="forming", daemon=True)
         thread.start()
-        while not found:
+        while not results:
             thread.join(0.005)
-            if not found and spec.stop_requested():
+            if not results and spec.stop_requested():
                 raise PeerLost("one more rank is gone")
-        if isinstance(found[0], Exception):
-            raise found[0]
-        return found[0]
+        if isinstance(results[0], Exception):
+            raise results[0]
+        return results[0]
 
     def _note_change(
         self, newer: Generation, progress: TrainingProgress, seconds: float, lost: int | None
@@ -431,7 +431,9 @@ class GroupMembership(Callback):
 
     @property
     def _nodes(self) -> set[int]:
-        return {rank_of(one, self._spec.size) // self._ranks_per_node for one in self._members}
+        return {
+            rank_of(member, self._spec.size) // self._ranks_per_node for member in self._members
+        }
 
     def _unrecoverable(self, why: str) -> Unrecoverable:
         return Unrecoverable(why, sorted(self._all_nodes - self._nodes))

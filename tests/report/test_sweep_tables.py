@@ -148,13 +148,13 @@ def test_values_are_never_folded(width, weights):
 
 def test_the_verdict_is_taken_from_the_figures():
     one = cell(1, seconds=0.2, peak=1000)
-    pair = Pair(title="equal global batch", one=one, many=cell(4, seconds=0.3, peak=400))
+    pair = Pair(title="equal global batch", fewer=one, more=cell(4, seconds=0.3, peak=400))
     assert verdict(pair) == (
         "At equal global batch, K=4 against K=1: time per update up (1.50×), "
         "time per sample up (1.50×), peak memory down (0.40×)."
     )
     pair = Pair(
-        title="equal micro-batch", one=one, many=cell(4, seconds=0.76, peak=1010, samples=1024)
+        title="equal micro-batch", fewer=one, more=cell(4, seconds=0.76, peak=1010, samples=1024)
     )
     assert verdict(pair) == (
         "At equal micro-batch, K=4 against K=1: time per update up (3.80×), "
@@ -170,8 +170,8 @@ def test_a_failed_run_is_compared_with_none():
 def test_points_are_paired_that_differ_in_their_batches_alone(key):
     small, large, four = cell(1, samples=64), cell(1), cell(4)
     same_micro_batch, same_batch = accumulation_pairs([small, large, cell(2), four])
-    assert (same_micro_batch.one, same_micro_batch.many) == (small, four)
-    assert (same_batch.one, same_batch.many) == (large, four)
+    assert (same_micro_batch.fewer, same_micro_batch.more) == (small, four)
+    assert (same_batch.fewer, same_batch.more) == (large, four)
     for stating in (four, large):  # the other's line did not state it
         stating.overrides[key] = "1"
         assert accumulation_pairs([large, four]) == []

@@ -271,7 +271,7 @@ class UpdatePolicy:
         self,
         update: int,
         totals: Trailer,
-        mine: Trailer,
+        own: Trailer,
         norm: float,
         named: Callable[[], list[str]],
         *,
@@ -283,7 +283,7 @@ class UpdatePolicy:
 
         Args:
             totals: of all ranks.
-            mine: of this rank; it knows where its micro-steps went wrong.
+            own: of this rank; it knows where its micro-steps went wrong.
             norm: of the summed gradient.
             named: gives the names of parameters with a gradient that is not finite, where they are
                 known; called only when needed.
@@ -297,11 +297,11 @@ class UpdatePolicy:
         if totals.flags[BAD_WEIGHT]:
             raise JobError(
                 f"Loss.weight was negative or not finite in update {update}, first on "
-                f"{self._where(mine.first_bad_weight)}; it must be 0 or more"
+                f"{self._where(own.first_bad_weight)}; it must be 0 or more"
             )
         weight = to_float(totals.sums[WEIGHT])
         if totals.sums[WEIGHT] == 0 and totals.sums[LOSS] == 0:
-            if not any(steps > 0 for (steps,) in self._gather([float(mine.steps)])):
+            if not any(steps > 0 for (steps,) in self._gather([float(own.steps)])):
                 raise JobError(
                     f"the weights of update {update} add up to 0 over all ranks: no rank had a "
                     "micro-step in it"
@@ -324,7 +324,7 @@ class UpdatePolicy:
         if totals.flags[NON_FINITE]:
             raise NonFiniteError(
                 f"the loss became NaN or infinite in update {update}, first on "
-                f"{self._where(mine.first_non_finite)}; {_REMEDIES}"
+                f"{self._where(own.first_non_finite)}; {_REMEDIES}"
             )
         if norm < float("inf"):
             divisor = weight / divided_by * self._scale.scale
@@ -346,7 +346,7 @@ class UpdatePolicy:
     def _where(self, step: int | None) -> str:
         """Return the ranks and their micro-steps, as text, equal on all ranks. Collective."""
         rows = self._gather([-1.0 if step is None else float(step)])
-        found = [f"rank {rank}, micro-step {int(s)}" for rank, (s,) in enumerate(rows) if s >= 0]
-        if not found:  # only in a model whose parts are on several ranks
+        places = [f"rank {rank}, micro-step {int(s)}" for rank, (s,) in enumerate(rows) if s >= 0]
+        if not places:  # only in a model whose parts are on several ranks
             return "another part of the model"
-        return first_few(found, _NAMED, noun="ranks", separator="; ")
+        return first_few(places, _NAMED, noun="ranks", separator="; ")

@@ -51,8 +51,8 @@ class HeldOutSums:
         for index, piece in enumerate(self._pieces):
             row = numbers[index * width : (index + 1) * width]
             own, sums = Trailer.from_losses(row, len(self._names)), self._trailers[piece.data_set]
-            sums.sums = [held + units for held, units in zip(sums.sums, own.sums, strict=True)]
-            sums.flags = [held + flag for held, flag in zip(sums.flags, own.flags, strict=True)]
+            sums.sums = [total + units for total, units in zip(sums.sums, own.sums, strict=True)]
+            sums.flags = [count + flag for count, flag in zip(sums.flags, own.flags, strict=True)]
             if own.flags[BAD_WEIGHT] and not self._first_bad[1]:
                 self._first_bad = [float(piece.start), float(piece.samples)]
         self._pieces.clear()

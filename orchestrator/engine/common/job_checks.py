@@ -17,8 +17,8 @@ from orchestrator.rundir.warnings import warn
 from orchestrator.units import first_few
 
 
-def checked_figures(found: Any, job: Any) -> dict[str, float]:
-    """`found`, which `job.evaluate()` returned, as numbers by name; NaN and infinity are warned of.
+def checked_figures(returned: Any, job: Any) -> dict[str, float]:
+    """Return the figures that `job.evaluate()` returned as numbers; warn of NaN and infinity.
 
     >>> from types import SimpleNamespace
     >>> checked_figures({"accuracy": 1}, SimpleNamespace())
@@ -28,13 +28,13 @@ def checked_figures(found: Any, job: Any) -> dict[str, float]:
         JobError: it is no dictionary, or a value is not one number.
     """
     named = f"{type(job).__name__}.evaluate()"
-    if not isinstance(found, Mapping):
+    if not isinstance(returned, Mapping):
         raise JobError(
             f"{named} must return figures by name, as in return {{'accuracy': 0.9}}, but returned "
-            f"{_describe_value(found)}; leave evaluate() out where there is nothing to say"
+            f"{_describe_value(returned)}; leave evaluate() out where there is nothing to say"
         )
     figures: dict[str, float] = {}
-    for name, value in found.items():
+    for name, value in returned.items():
         try:
             number = float(value.item() if hasattr(value, "item") else value)
         except (TypeError, ValueError, RuntimeError):
@@ -134,9 +134,9 @@ def check_loss(loss: Any, names: Collection[str], tensor: type) -> None:
         tensor: the framework's class of tensors.
     """
     if type(loss) is not Loss and not all(hasattr(loss, part.name) for part in fields(Loss)):
-        given = "a plain tensor" if isinstance(loss, tensor) else type(loss).__name__
+        returned = "a plain tensor" if isinstance(loss, tensor) else type(loss).__name__
         raise JobError(
-            f"loss() must return Loss(total, weight), but returned {given}: a sum and what to "
+            f"loss() must return Loss(total, weight), but returned {returned}: a sum and what to "
             "divide it by, as in Loss(cross_entropy(scores, wanted, reduction='sum'), "
             "weight=len(wanted)); from orchestrator import Loss"
         )
@@ -180,16 +180,16 @@ def _describe_value(value: Any) -> str:
     return f"a {dtype} {kind} of shape {tuple(shape)}"
 
 
-def check_metric_names(given: Collection[str], declared: Collection[str]) -> None:
+def check_metric_names(names: Collection[str], declared: Collection[str]) -> None:
     """Raise `JobError` for a metric that was not declared, or that is missing."""
-    for name in given:
+    for name in names:
         if name not in declared:
             raise JobError(
                 f"Loss.metrics has '{name}', which the job's metric_names do not declare"
                 f"{did_you_mean(name, declared)}"
             )
     for name in declared:
-        if name not in given:
+        if name not in names:
             raise JobError(f"Loss.metrics lacks '{name}', which the job's metric_names declare")
 
 
@@ -206,13 +206,13 @@ def optimizer_class(
     Raises:
         ConfigError: there is no class of this dotted name on this machine.
     """
-    given = {key: value for key, value in settings.items() if key not in ("name", "_target_")}
+    options = {key: value for key, value in settings.items() if key not in ("name", "_target_")}
     if "_target_" not in settings:
-        return f"optimizer.name={settings['name']}", by_name[settings["name"]], given
+        return f"optimizer.name={settings['name']}", by_name[settings["name"]], options
     spelled = f"optimizer._target_={settings['_target_']}"
     module, _, name = str(settings["_target_"]).rpartition(".")
     try:
-        return spelled, getattr(importlib.import_module(module), name), given
+        return spelled, getattr(importlib.import_module(module), name), options
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{spelled}: {error}") from error
 
@@ -272,31 +272,31 @@ def uncompiled(name: str) -> str:
     return re.sub(r"(?<![^.])_orig_mod\.", "", name)
 
 
-def check_fits(found: Kinds, wanted: Kinds) -> None:
+def check_fits(actual: Kinds, wanted: Kinds) -> None:
     """Check initial weights. Not collective; every rank gets the same result.
 
     Args:
-        found: tensors of the file; wanted: those of the model.
+        actual: tensors of the file; wanted: those of the model.
 
     Raises:
         ConfigError: they are not alike; the first few that differ are named.
     """
-    if wrong := misfits(found, wanted):
+    if wrong := describe_mismatches(actual, wanted):
         raise ConfigError(f"the weights do not fit this model: {wrong}")
 
 
-def misfits(found: Kinds, wanted: Kinds) -> str:
+def describe_mismatches(actual: Kinds, wanted: Kinds) -> str:
     """Return the first few tensors of a file that are not as the model wants them, as text."""
     wrong: list[str] = []
-    for name in sorted(found.keys() | wanted.keys()):
-        if name not in found:
+    for name in sorted(actual.keys() | wanted.keys()):
+        if name not in actual:
             wrong.append(f"{name} is missing")
         elif name not in wanted:
             wrong.append(f"the model has no {name}")
-        elif found[name] != wanted[name]:
+        elif actual[name] != wanted[name]:
             is_now, due = (
                 f"{dtype}[{', '.join(map(str, shape))}]"
-                for dtype, shape in (found[name], wanted[name])
+                for dtype, shape in (actual[name], wanted[name])
             )
             wrong.append(f"{name} is {is_now}, but must be {due}")
     more = len(wrong) - 5

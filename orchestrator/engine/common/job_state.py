@@ -204,18 +204,18 @@ class JobState:
     def _values(self) -> dict[str, tuple[Any, Any]]:
         """Return each value with what tells whether it has changed, by name."""
         job = type(self._job).__name__
-        found = dict(self._of_module())
+        values = dict(self._of_module())
         for name, value in (*self._of_class(), *getattr(self._job, "__dict__", {}).items()):
             if name.startswith("_orchestrator_"):
                 continue
             seen = self._fingerprint(value)
             if seen is not _UNKNOWN:
-                found[f"{job}.{name}"] = value, seen
+                values[f"{job}.{name}"] = value, seen
             elif self._is_own_object(value):
-                for inner, one in vars(value).items():
-                    if (seen := self._fingerprint(one)) is not _UNKNOWN:
-                        found[f"{job}.{name}.{inner}"] = one, seen
-        return found
+                for inner, inner_value in vars(value).items():
+                    if (seen := self._fingerprint(inner_value)) is not _UNKNOWN:
+                        values[f"{job}.{name}.{inner}"] = inner_value, seen
+        return values
 
     def _of_module(self) -> Generator[tuple[str, tuple[Any, Any]]]:
         """Yield the plain numbers of the module that defines the job, which `global` may count."""

@@ -60,13 +60,13 @@ class LearningRate:
         Raises:
             JobError: other code has changed them; the next `set` would overwrite that silently.
         """
-        found = self._rates()
-        if len(found) != len(self._kept):
+        rates = self._rates()
+        if len(rates) != len(self._kept):
             raise JobError(
-                f"the optimizer had {len(self._kept)} parameter groups and has {len(found)} now, "
+                f"the optimizer had {len(self._kept)} parameter groups and has {len(rates)} now, "
                 f"{when}; build it with all of them"
             )
-        for group, (before, after) in enumerate(zip(self._kept, found, strict=True)):
+        for group, (before, after) in enumerate(zip(self._kept, rates, strict=True)):
             if before != after:
                 raise JobError(
                     f"lr of the optimizer's parameter group {group} was changed from {before} to "

@@ -143,14 +143,17 @@ class ReplicaChecker:
         rows = self._gather(list(self._agreed.values())) if self._agreed else [[]]
         if odd := minority_ranks(rows):
             usual = next(row for rank, row in enumerate(rows) if rank not in odd)
-            name, theirs, ours = next(
-                (name, theirs, ours)
-                for name, theirs, ours in zip(self._agreed, rows[odd[0]], usual, strict=True)
-                if theirs != ours
+            name, odd_value, usual_value = next(
+                (name, odd_value, usual_value)
+                for name, odd_value, usual_value in zip(
+                    self._agreed, rows[odd[0]], usual, strict=True
+                )
+                if odd_value != usual_value
             )
             raise JobError(
-                f"ranks do not agree on update {update}: {name} is {theirs:.17g} on "
-                f"{named_ranks(odd)}, and {ours:.17g} on others; it has to be the same on all ranks"
+                f"ranks do not agree on update {update}: {name} is {odd_value:.17g} on "
+                f"{named_ranks(odd)}, and {usual_value:.17g} on others; it has to be the same "
+                f"on all ranks"
             )
         raise self._error(
             self._partitions[index], self._alike[index], f"the step of update {update}"

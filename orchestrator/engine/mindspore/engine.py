@@ -37,8 +37,8 @@ from orchestrator.engine.common.job_checks import (
     Kinds,
     check_fits,
     checked_figures,
+    describe_mismatches,
     left_in_evaluation,
-    misfits,
     refuse_scheduler,
     uncompiled,
 )
@@ -184,7 +184,7 @@ class Snapshot:
 def load(path: Path, parameters: Mapping[str, Parameter]) -> None:
     """Set the parameters to a file's, bit for bit. Raises `RunFolderError` for another model's."""
     found = load_file(str(path))
-    if wrong := misfits(_kinds_in(found), _kinds_of(parameters)):
+    if wrong := describe_mismatches(_kinds_in(found), _kinds_of(parameters)):
         raise RunFolderError(f"{path} does not fit this model: {wrong}")
     _assign(parameters, found)
 
@@ -204,7 +204,7 @@ def load_cast(path: Path, parameters: Mapping[str, Parameter]) -> None:
         name: (_kinds_of(parameters).get(name, kind)[0], kind[1])
         for name, kind in _kinds_in(arrays).items()
     }
-    if wrong := misfits(kinds, _kinds_of(parameters)):
+    if wrong := describe_mismatches(kinds, _kinds_of(parameters)):
         raise RunFolderError(f"{path} does not fit this model: {wrong}")
     _assign(parameters, arrays)
 

@@ -462,7 +462,7 @@ def _windows(group, folder, shape, checkpoints, updates):
     assert shadow.is_of(net)
     first, lengths, ahead = windows.first, [], windows.indices()
     for window in windows:
-        lengths.append((len(window), len(window) - window.given.padding))
+        lengths.append((len(window), len(window) - window.planned.padding))
         for indices in window:
             assert indices == next(ahead)
             batch = data[indices]
