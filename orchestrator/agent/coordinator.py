@@ -12,8 +12,8 @@ import contextlib
 import logging
 import signal
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from heapq import nsmallest
 from typing import Any, Literal
@@ -54,6 +54,8 @@ from orchestrator.rundir.warnings import warn_of
 
 log = logging.getLogger(__name__)
 
+Stalled = Literal["stopped", "asleep"]
+"""A process stands still for no fault of its code: by a signal, or asleep in the kernel."""
 STALL_S = 300.0
 """After which `notify` sends a message about a run that makes no progress."""
 GRACE_S = 1.0
@@ -98,6 +100,7 @@ class WorkerState:
         can_save: whether it holds the state of its last boundary, and will leave its window to save
             it; None until it has answered that another worker failed.
         left_after: it has left its window, after so many updates; `failed`: by an error of its own.
+        started: its agent reported its start; `exited`: its end, which was handled.
         given_up: the cause, if it is killed because it hangs.
         report: its position, as it was sent last. Few are looked at, so it is read when it is.
         log_bytes: size of its log when its stack was requested.
@@ -117,6 +120,8 @@ class WorkerState:
     standing: Standing = Standing.MOVES
     stands_since: float = 0.0
     program: bool = False
+    started: bool = False
+    exited: bool = False
     given_up: str = ""
     report: Mapping[str, Any] = field(default_factory=dict[str, Any])
     log_bytes: int | None = None
@@ -150,7 +155,7 @@ class Coordinator:
     def __init__(
         self,
         spec: NodeSpec,
-        lost: Iterable[int] = (),
+        lost: Collection[int] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
@@ -159,7 +164,7 @@ class Coordinator:
         self._record = GenerationRecord(self._run.attempt(spec.attempt))
         self._began = self._folder_seen = self._clock()
         self._folder_missing = 0  # how often in a row
-        self._took_over = bool(set(lost))
+        self._took_over = bool(lost)
         self.agents = {index: AgentState(index) for index in range(spec.nodes)}
         self.workers = {rank: WorkerState(rank) for rank in range(spec.ranks)}
         generations = list(self._record.since(0))
@@ -182,12 +187,13 @@ class Coordinator:
         self._announced_newcomers = False
         self._over = False  # a worker has ended in order, or failed: no generation follows
         self._restart_at: dict[int, float] = {}  # by rank
-        self._fruitless: Counter[int] = Counter()  # a rank's processes in a row without an update
+        # A rank's processes in a row without an update, by rank.
+        self._fruitless: defaultdict[int, set[int]] = defaultdict(set)
         self._ends: list[AbnormalEnd] = []
         self._losses: list[tuple[AbnormalEnd, list[int]]] = []
         self._failures: list[dict[str, Any]] = []
         self._culprit: Culprit | None = None
-        self._stalled = False  # the culprit was stopped or slept: its code is not at fault
+        self._stalled: Stalled | None = None  # why the culprit's code is not at fault
         self._kill_at: dict[int, float] = {}  # by rank; it is asked for its stack before
         self._give_up_at: float | None = None
         self._elect_at: float | None = None  # at the latest
@@ -195,7 +201,7 @@ class Coordinator:
         self._memberless_since: float | None = None  # no member is known to live
         self._saver: int | None = None  # rank that saves the last boundary of a failed attempt
         self._killed = False
-        self._given_up: set[int] = set()  # ranks of which a process was ended, since it hung
+        self._given_up: dict[int, int] = {}  # a rank's latest process that was ended, since it hung
         self._excluded: set[int] = set()  # ranks that computed wrongly
         self._stands: set[int] = set()  # ranks that make no progress
         self._standstill_reported = self._standstill_known = self._stall_written = False
@@ -219,7 +225,11 @@ class Coordinator:
     # ------------------------------------------------------------------ agents
 
     def agent_connected(self, index: int, workers: Iterable[Mapping[str, Any]]) -> None:
-        """Register an agent that connected, perhaps again, with its workers."""
+        """Register an agent that connected, perhaps again, with its workers.
+
+        It repeats the newest event of each kind of each worker, from its start to its end: this
+        coordinator may know none of them, or may have taken its decisions on all of them long ago.
+        """
         self.changed = True
         agent = self.agents[index]
         known = {worker["rank"]: worker for worker in workers}
@@ -229,9 +239,12 @@ class Coordinator:
             index, [r for r in here if self.workers[r].state != "ended" and r not in known]
         )
         agent.heard, agent.lost = self._clock(), False
-        for event in known.values():
-            for message in event["events"]:
-                self.handle_event(index, message)
+        for rank, worker in known.items():
+            incarnation = worker["events"][0]["incarnation"]
+            if self.workers[rank].exited and self.workers[rank].incarnation == incarnation:
+                continue  # what it was ended for, and its end, would count twice
+            for event in worker["events"]:
+                self.handle_event(index, event)
         self._keep_members(here)
         if self._generation >= 0:
             self._command(index, "tell", rank=None, message=self._message)
@@ -296,14 +309,15 @@ class Coordinator:
         if "seen" in event:
             worker.report = event["seen"]
         if kind == "started":
-            self.workers[worker.rank] = WorkerState(worker.rank, event["incarnation"], "alive")
+            worker = WorkerState(worker.rank, event["incarnation"], "alive", started=True)
+            self.workers[worker.rank] = worker
             self._stands.discard(worker.rank)
             self._restart_at.pop(worker.rank, None)  # it lives: its agent was only late
-            if self._over and not self._is_member(self.workers[worker.rank]):
+            if self._over and not self._is_member(worker):
                 self._command(index, "kill", rank=worker.rank)  # it came too late to join
         elif kind == "exit":
             if worker.state != "ended" and worker.incarnation == event["incarnation"]:
-                worker.state, worker.wants_to_join = "ended", False
+                worker.state, worker.wants_to_join, worker.exited = "ended", False, True
                 self._stands.discard(worker.rank)
                 if self._saver == worker.rank and self._give_up_at is not None:
                     self._give_up_at = min(self._give_up_at, self._clock() + GRACE_S)
@@ -316,7 +330,8 @@ class Coordinator:
             if event["silent"]:  # its latest report may be from before
                 self._ask_for_position(worker)
             lines = worker.seen.stack_lines() or tail(self._run.rank_log(worker.rank))
-            self._give_up(worker, event["cause"], lines, stalled=event["asleep"])
+            stalled = "asleep" if event["asleep"] else None
+            self._give_up(worker, event["cause"], lines, stalled=stalled)
         elif kind == "stuck":
             self._give_up(worker, event["cause"], worker.seen.stack_lines())
         elif kind == "begins":
@@ -343,7 +358,7 @@ class Coordinator:
         if seconds < limit_s:
             return
         self._ask_for_position(worker)
-        self._give_up(worker, stopped_cause(limit_s), stalled=True)
+        self._give_up(worker, stopped_cause(limit_s), stalled="stopped")
 
     def _on_exit(self, index: int, event: Mapping[str, Any]) -> None:
         """Handle a worker's end. Without its final message it is a failure, whatever its status."""
@@ -456,35 +471,43 @@ class Coordinator:
             self._give_up_at = now + max(SAVE_S, self._spec.hang_s)
 
     def _give_up(
-        self, worker: WorkerState, cause: str, lines: Iterable[str] = (), *, stalled: bool = False
+        self,
+        worker: WorkerState,
+        cause: str,
+        lines: Iterable[str] = (),
+        *,
+        stalled: Stalled | None = None,
     ) -> None:
         """End a worker that hangs: the others continue without it, or the attempt fails.
 
         Args:
             lines: of its stack or log.
-            stalled: it was stopped, or sleeps in the kernel, which is not the job's fault.
         """
         if worker.given_up:
             return
-        worker.given_up, index = cause, self._spec.node_of(worker.rank)
+        rank, index = worker.rank, self._spec.node_of(worker.rank)
+        before = self._given_up.get(rank)
+        worker.given_up, self._given_up[rank] = cause, worker.incarnation
+        if before == worker.incarnation and self._survives_losses:
+            self._command(index, "kill", rank=rank)  # the first may not have reached its agent
+            return
         culprit = Culprit(
-            rank=worker.rank,
+            rank=rank,
             node=self._spec.name_of(index),
             cause=cause,
             log_tail=tuple(lines),
             hangs=True,
         )
         # What one process was ended for ends the run the second time: a third would do the same.
-        again = not stalled and worker.rank in self._given_up
-        self._given_up.add(worker.rank)
+        again = stalled is None and before is not None
         if self._survives_losses and not again:
+            self._command(index, "kill", rank=rank)
             cause = self._described(culprit).cause
-            self._warn(worker.rank, f"{cause}; it is ended, and the others go on without it")
-            self._command(index, "kill", rank=worker.rank)
+            self._warn(rank, f"{cause}; it is ended, and the others go on without it")
         elif self._culprit is None and not self._ends:
             self._culprit, self._stalled = culprit, stalled
             self._command(None, "keep positions", stacks=True)
-            self._kill_at[worker.rank] = self._clock() + STACK_S
+            self._kill_at[rank] = self._clock() + STACK_S
 
     # ------------------------------------------------------------------ standstills
     # What the ranks do together: `judge.py` judges each alone. A rank that computes, saves,
@@ -622,13 +645,13 @@ class Coordinator:
         first = min(stands, key=lambda worker: worker.stands_since)
         if self._stall_written or now - first.stands_since < after_s:
             return
-        self._stall_written = True
         seconds = now - first.stands_since
         text = f"rank {first.rank} has made no progress for {seconds:.0f} s: it is {first.seen.at}"
         if everyone:
             describe = describe_idle_programs if first.program else describe_waits
             text = describe({worker.rank: worker.seen for worker in stands}, seconds)
         write_json(self._run.stall(self._spec.attempt), {"time": time.time(), "text": text})
+        self._stall_written = True
 
     def _described(self, culprit: Culprit) -> Culprit:
         """Add where a hanging culprit is, and what the others wait for."""
@@ -655,14 +678,19 @@ class Coordinator:
 
     def _schedule_restart(self, rank: int) -> None:
         """Schedule a lost rank's next process; warn if none is started though it is expected."""
-        self._fruitless[rank] = self._fruitless[rank] + 1 if self._was_fruitless(rank) else 0
+        if not self.workers[rank].started:
+            pass  # its agent was lost before it heard of it
+        elif self._was_fruitless(rank):
+            self._fruitless[rank].add(self.workers[rank].incarnation)
+        else:
+            self._fruitless[rank].clear()
         most = self._spec.replacements
         if self._over or not most or self._excluded.intersection(self._failure_unit(rank)):
             return
         started = sum(worker.incarnation for worker in self.workers.values())  # by all coordinators
         if most - started <= len(self._restart_at):
             self._warn(rank, f"it is not started again: run.max_replacements={most} were started")
-        elif self._fruitless[rank] >= MOST_FRUITLESS:
+        elif len(self._fruitless[rank]) >= MOST_FRUITLESS:
             why_not = f"its last {MOST_FRUITLESS} processes did no update"
             self._warn(rank, f"it is not started again: {why_not}")
         else:
@@ -961,13 +989,14 @@ class Coordinator:
         lost: str | None = None  # described if it is not the job's fault: a scheduler restarts it
         if culprit is not None and culprit.rank is None:
             lost = f"node {culprit.node} stopped answering"
-        elif culprit is not None and self._stalled and not self._stalled_before():
+        elif culprit is not None and self._is_bad_luck():
             lost = f"rank {culprit.rank} on {culprit.node}: {culprit.cause}"
         self.outcome = {
             "state": state.value,
             "culprit": culprit
             and culprit.to_json() | {"usage": culprit.usage, "hangs": culprit.hangs},
             "lost": lost,
+            "stalled": self._stalled,
         }
         path = self._run.outcome(self._spec.attempt)
         try:
@@ -976,13 +1005,14 @@ class Coordinator:
             log.warning("the outcome could not be written: %s", error)
         self._command(None, "end")
 
-    def _stalled_before(self) -> bool:
-        """Return whether the attempt before ended for a hanging rank, too: not by bad luck."""
-        if not self._spec.attempt:
-            return False
+    def _is_bad_luck(self) -> bool:
+        """Return whether the culprit stood still for no fault of the job. A rank that sleeps in the
+        kernel twice in a row does so because of what it does; a signal comes from outside.
+        """
+        if self._stalled != "asleep" or not self._spec.attempt:
+            return self._stalled is not None
         before = read_json(self._run.outcome(self._spec.attempt - 1)) or {}
-        hung = bool((before.get("culprit") or {}).get("hangs"))
-        return hung and "it hangs" in (before["lost"] or "")
+        return before.get("stalled") != "asleep"
 
     def _decide(self) -> tuple[State, Culprit | None]:
         """Return the outcome: finished only if every worker said so."""

@@ -101,7 +101,7 @@ def warn_of(path: Path, rank: int, sentence: str, *, kind: str | None = None) ->
     sentence = sentence if len(sentence) <= LONGEST else sentence[: LONGEST - 1] + "…"
     try:
         _append(path, deque([_line(rank, sentence, kind or sentence)]))
-    except OSError as error:  # a full disk
+    except (OSError, RunFolderError) as error:  # a full disk, or no plain file
         log.warning("%s (not shown elsewhere: %s)", sentence, error)
 
 

@@ -16,8 +16,10 @@ from orchestrator.agent.coordinator import (
 from orchestrator.agent.liveness import RankPosition
 from orchestrator.agent.node_spec import publish_agent
 from orchestrator.agent.root_cause import NOT_JOINED
+from orchestrator.agent.stacks import STACK_S
 from orchestrator.engine.common.rendezvous import listen
-from orchestrator.rundir.files import read_json
+from orchestrator.errors import RunFolderError
+from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import MISSING_FOLDER_CHECKS, RunDir
 from orchestrator.rundir.generations import GenerationRecord
 from orchestrator.rundir.metrics import ProgressWriter
@@ -33,10 +35,10 @@ class Attempt:
 
     def __init__(self, folder, *, gone=(), begin=True, **more):
         self.run, self.now = RunDir(folder), 100.0
-        self.run.attempt(0).mkdir(parents=True, exist_ok=True)
-        (folder / "logs").mkdir(exist_ok=True)
         self.spec = node_spec(folder, **more)
-        self.record = GenerationRecord(self.run.attempt(0))
+        self.run.attempt(self.spec.attempt).mkdir(parents=True, exist_ok=True)
+        (folder / "logs").mkdir(exist_ok=True)
+        self.record = GenerationRecord(self.run.attempt(self.spec.attempt))
         self.coordinator = Coordinator(self.spec, gone, lambda: self.now)
         self.commands = []
         if begin:
@@ -490,13 +492,103 @@ def test_no_more_processes_are_started_than_were_asked_for(tmp_path):
         assert "run.max_replacements=1 were started" in attempt.run.warnings(0, index).read_text()
 
 
-def test_a_warning_that_finds_no_room_ends_no_coordinator(attempt, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
+REFUSALS = [OSError(28, "No space left on device"), RunFolderError("the file is a link")]
 
-    monkeypatch.setattr("orchestrator.rundir.warnings.open_nofollow", full)
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_a_warning_that_cannot_be_written_keeps_no_rank_from_being_ended(
+    attempt, monkeypatch, refusal
+):
+    def refuse(*_):
+        raise refusal
+
+    monkeypatch.setattr("orchestrator.rundir.warnings.open_nofollow", refuse)
     attempt.take("hangs", 1, cause="it hangs", **AWAKE, seen=SEEN)
     attempt.tick()
+    assert [c["rank"] for _, c in attempt.commands_of("kill")] == [1]
+
+
+HANGS = {"event": "hangs", "rank": 1, "cause": "it hangs", **AWAKE, "seen": SEEN}
+KILLED = {"event": "exit", "rank": 1, "status": -9, "final_state": "", "failure": None}
+
+
+def reconnect(attempt, incarnation, *events):
+    """Have the second agent connect again, which repeats what it knows of its worker."""
+    begun = (
+        {"event": "started", "rank": 1},
+        {"event": "begins", "rank": 1, "code": {"job": "abc"}},
+    )
+    repeated = [{**event, "incarnation": incarnation} for event in (*begun, *events)]
+    attempt.coordinator.agent_disconnected(1)
+    attempt.coordinator.agent_connected(1, [{"rank": 1, "events": repeated}])
+    for _ in range(30):
+        attempt.tick(1.0)
+
+
+@pytest.mark.parametrize("hung", [False, True])
+def test_an_end_that_was_survived_does_not_count_again_when_its_agent_reconnects(attempt, hung):
+    if hung:
+        attempt.take(**HANGS)
+    assert lose(attempt, 1) == []
+    for _ in range(2):
+        attempt.tick(3600.0)
+        attempt.commands.clear()
+        reconnect(attempt, 0, *[HANGS][:hung], {**KILLED, "seen": SEEN, "ago_s": 0.0})
+        assert not attempt.commands_of("die")
+        assert not attempt.commands_of("kill")
+    assert attempt.outcome is None
+    assert attempt.newest["members"] == [0, 2]
+
+
+def test_a_hanging_process_is_ended_once_though_its_agent_reconnects_before_that(attempt):
+    attempt.take(**HANGS)
+    reconnect(attempt, 0, HANGS)
+    assert [c["rank"] for _, c in attempt.commands_of("kill")] == [1, 1], "one may not have arrived"
+    assert lose(attempt, 1) == []
+    assert attempt.outcome is None
+    assert attempt.run.warnings(0, 1).read_text().count("\n") == 1
+
+
+def test_a_process_without_an_update_counts_once_though_its_agent_reconnects(tmp_path):
+    attempt = Attempt(tmp_path, replacements=16)
+    assert lose(attempt, 1) == [(1, 1)]
+    attempt.take("started", 1, 1)
+    assert lose(attempt, 1, 1) == [(1, 2)]
+    reconnect(attempt, 1, {**KILLED, "seen": SEEN, "ago_s": 0.0})  # to which that was not sent
+    assert [c["incarnation"] for _, c in attempt.commands_of("start")] == [2]
+    assert MOST_FRUITLESS == 2, "else this shows nothing"
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_a_rank_that_stands_still_for_no_fault_of_the_job_is_bad_luck_once(tmp_path, asleep):
+    lost = []
+    for number in range(4):
+        attempt = Attempt(tmp_path, survive=False, attempt=number)
+        if asleep:
+            attempt.take(**{**HANGS, "asleep": True})
+        else:
+            attempt.take("stopped", 1, seconds=100.0, seen=SEEN)
+        attempt.tick(STACK_S)
+        culprit_of(attempt, 0, 1, 2)
+        lost.append(attempt.coordinator.outcome["lost"] is not None)
+    assert lost == [True, *3 * [not asleep]], "a signal comes from outside, each time"
+
+
+def test_a_standstill_is_written_down_for_notify_though_the_disk_was_full(tmp_path, monkeypatch):
+    attempt = Attempt(tmp_path, survive=False)
+    refusals = [OSError(28, "No space left on device")]
+
+    def full_once(*written):
+        if refusals:
+            raise refusals.pop()
+        write_json(*written)
+
+    monkeypatch.setattr("orchestrator.agent.coordinator.write_json", full_once)
+    stand(attempt, 1, "declared")
+    with pytest.raises(OSError, match="No space"):
+        attempt.tick(400.0)
+    attempt.tick(1.0)
+    assert attempt.run.stall(0).exists()
 
 
 def test_a_folder_that_cannot_be_read_keeps_no_event_from_its_effect(tmp_path, monkeypatch):
