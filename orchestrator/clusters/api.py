@@ -103,7 +103,7 @@ class Request:
         return {
             **clean_environment(os.environ),
             **self.environment,
-            "SLURM_JOB_ID": str(os.getpid()),
+            "SLURM_JOB_ID": str(os.getpid()),  # of no job: told apart by it alone (`topology.py`)
             "SLURM_JOB_NUM_NODES": str(self.nodes),
             "SLURM_NNODES": str(self.nodes),
             "SLURM_NTASKS": str(self.ranks),
@@ -375,7 +375,9 @@ class Cluster(ABC):
 
 
 class LauncherHandle(Handle):
-    """Handle of a run whose launcher, another process, holds its lock."""
+    """Handle of a run whose launcher, another process, holds its lock: it is asked to stop, or to
+    end its processes, and `kill` does not wait for that.
+    """
 
     def __init__(self, run: RunDir) -> None:
         self._run = run

@@ -342,12 +342,12 @@ def split_by_cost(
         firsts = accumulate(counts[:-1], initial=0)
         costs = _costs(budget, [descending[first] for first in firsts], counts)
         if reproducible:  # neither ranks nor speeds may decide, not even by a rounding
-            share, busiest = [], sum(costs)
+            share, busiest = [], sum(costs)  # dealt below, once the micro-steps are chosen
         elif in_step:
             share = list(even_parts(len(costs), ranks))
             busiest = sum(sorted(costs, reverse=True)[::ranks])
         else:
-            share = deal(costs, ranks, speeds, in_step=in_step)
+            share = deal(costs, ranks, speeds)
             busiest = _busiest(costs, share, speeds)
         tries.append(_Try(busiest, counts, costs, share))
         best = min(tries, key=lambda attempt: attempt.busiest)

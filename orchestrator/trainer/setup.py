@@ -631,6 +631,13 @@ def _planned(config: Config, job: Job, engine: Engine, nodes: int, run: RunDir) 
     shards: Shards | None = getattr(dataset, "shards", None)
     branch = branch_in(run.read_plan())
 
+    augments = bool(getattr(job, "augments", False))
+    true_samples = agreed_samples(engine, dataset, augments=augments)
+    lengths = None
+    if config.accumulation.micro_tokens is not None:
+        lengths = agreed_lengths(engine, job, dataset, true_samples)
+
+    # Called twice: with what the model and the data have, and with what the configuration says.
     def plan_with(parameters: int | None, samples: int | None) -> Plan:
         known = JobFacts(
             lengths=lengths if samples == true_samples else None,
@@ -648,11 +655,6 @@ def _planned(config: Config, job: Job, engine: Engine, nodes: int, run: RunDir) 
         )
         return Plan.of(config, known)
 
-    augments = bool(getattr(job, "augments", False))
-    true_samples = agreed_samples(engine, dataset, augments=augments)
-    lengths = None
-    if config.accumulation.micro_tokens is not None:
-        lengths = agreed_lengths(engine, job, dataset, true_samples)
     planned = plan_with(engine.parameter_count(), true_samples)
     if planned.work is not None:
         refuse_different_costs(engine, job, planned.work)
