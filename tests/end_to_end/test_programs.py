@@ -92,9 +92,12 @@ def test_a_torch_script_ends_with_the_bits_that_it_has_under_torchrun_and_its_va
     assert len({one["TORCHELASTIC_RUN_ID"] for one in ours}) == 1
 
 
+# Told apart by it from those of other tests, also of another checkout.
+SLEEP = f"1000.{os.getpid()}"
+
 MISHAPS = f"""{QUICK}
 print("x" * 1_000_000)
-subprocess.Popen(["sleep", "1000.25"], start_new_session=True)
+subprocess.Popen(["sleep", "{SLEEP}"], start_new_session=True)
 os.chdir("/")
 if what == "raise" and me:
     raise ValueError(f"the script\\nfails on rank {{rank}}")
@@ -121,7 +124,7 @@ def test_the_rank_that_fails_is_named_with_what_it_raised(tmp_path, mishap, rank
     found = culprit(tmp_path)
     assert (found["rank"], found["node"]) == (rank, f"node{rank // 2}")
     assert found["cause"].replace("'", '"') == cause.replace("'", '"')
-    assert not [p for p in helpers.processes_of("1000.25") if p.cmdline()[0] == "sleep"]
+    assert not [p for p in helpers.processes_of(SLEEP) if p.cmdline()[0] == "sleep"]
 
 
 @pytest.mark.parametrize(
@@ -190,7 +193,7 @@ if rank == 1:
     if attempt == 2:
         for _ in range(64):
             sys.stdout.write("x" * 2**20)
-        subprocess.Popen(["sh", "-c", "sleep 1000.75 & sleep 0.2"], start_new_session=True)
+        subprocess.Popen(["sh", "-c", "sleep {SLEEP} & sleep 0.2"], start_new_session=True)
         status = open(f"/proc/{{os.getppid()}}/status").read()
         kib = status.partition("VmHWM:")[2].split()[0]
         os.chdir("/")
@@ -220,7 +223,7 @@ def test_ranks_that_end_early_or_with_codes_of_their_own_or_say_too_much(tmp_pat
     assert int((tmp_path / "run" / "peak").read_text()) < 200 * 1024, "what it says is not kept"
     node_log = (tmp_path / "run" / "logs" / "node0.log").read_text()
     assert "left running are ended" in node_log
-    assert not [p for p in helpers.processes_of("1000.75") if p.cmdline()[0] == "sleep"]
+    assert not [p for p in helpers.processes_of(SLEEP) if p.cmdline()[0] == "sleep"]
 
 
 JOINS = f"""{QUICK}
