@@ -89,31 +89,33 @@ def data_of(path: Path, *others: Path) -> dict[str, Any]:
     """
     paths = [path, *others]
     folders: list[Path] = []
-    for stated in paths:
-        there = find_runs(stated)
+    for root in paths:
+        there = find_runs(root)
         if not there:
-            RunDir(stated).existing()
-            raise RunFolderError(f"there is no run in {stated}")
+            RunDir(root).existing()
+            raise RunFolderError(f"there is no run in {root}")
         folders += [folder for folder in there if folder not in folders]
-    sound: list[tuple[RunDir, dict[str, Any]]] = []
+    readable: list[tuple[RunDir, dict[str, Any]]] = []
     unreadable: list[str] = []
     for folder in folders:
         try:
             run = RunDir(folder).existing()
-            sound.append((run, run.read_submission()))
+            readable.append((run, run.read_submission()))
         except RunFolderError as error:
             unreadable.append(str(error))
-    varying = only_varying([current_overrides(run, s.get("overrides") or []) for run, s in sound])
+    varying = only_varying(
+        [current_overrides(run, s.get("overrides") or []) for run, s in readable]
+    )
     cells: list[SweptRun] = []
     first: dict[str, Any] = {}  # values of the first run, of which others keep what differs
     changes: list[dict[str, Any]] = []
     runs: list[dict[str, Any]] = []
-    for (run, submission), overrides in zip(sound, varying, strict=True):
+    for (run, submission), overrides in zip(readable, varying, strict=True):
         own = {
-            k: v for k, v in overrides.items() if len(sound) > 1 and _section(k) not in OF_NO_RUN
+            k: v for k, v in overrides.items() if len(readable) > 1 and _section(k) not in OF_NO_RUN
         }
         try:
-            most = max(2, POINTS // len(sound))
+            most = max(2, POINTS // len(readable))
             history = read_metrics(run.metrics)
             curves = Curves(len(history.updates), most)
             cell = swept_run(run, own, updates=curves.watch(history.updates))
@@ -142,7 +144,7 @@ def data_of(path: Path, *others: Path) -> dict[str, Any]:
         if not unique:  # charts identify their lines by names
             run["name"] += f" ({point})"
     data = {
-        "title": ", ".join(stated.name for stated in paths),
+        "title": ", ".join(root.name for root in paths),
         "path": ", ".join(map(str, paths)),
         "sweep": sweep,
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -155,7 +157,7 @@ def data_of(path: Path, *others: Path) -> dict[str, Any]:
             *(describe_search(search) if search else ()),
             *(verdict(pair) for pair in accumulation_pairs(cells)),
             *filter(None, [timed_concurrently(cells)]),
-            *(sentence for run, _ in sound for sentence in _changed_inputs(run)),
+            *(sentence for run, _ in readable for sentence in _changed_inputs(run)),
             *(f"not read: {sentence}" for sentence in unreadable),
         ],
     }
@@ -188,7 +190,7 @@ def _differing(
     changed = dict.fromkeys(key for values in changes for key in values)
     keys = [key for key in {**first, **changed} if key in changed]
     return [
-        {"key": key, "values": [shown(key, one.get(key, first.get(key))) for one in changes]}
+        {"key": key, "values": [shown(key, change.get(key, first.get(key))) for change in changes]}
         for key in keys
         if _section(key) not in OF_NO_RUN
     ]

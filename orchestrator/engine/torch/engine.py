@@ -132,7 +132,7 @@ class TorchEngine(Engine):
 
     def __init__(self, job: Job, settings: EngineSettings, group: BaseGroup) -> None:
         talks = bool(getattr(job, "talks_in_window", False))
-        refusal = next(interrupt_refusals(group.transport, talks=talks, stated=True), None)
+        refusal = next(interrupt_refusals(group.transport, talks=talks, explicit=True), None)
         if settings.survive and refusal:
             raise ConfigError(refusal)
         self._job, self._settings, self._group = job, settings, group
@@ -664,7 +664,7 @@ class TorchEngine(Engine):
         state = self.accumulator.optimizer.state.values()
         # An optimizer may keep plain numbers of its own beside the states of parameters.
         states = (entries for entries in state if isinstance(entries, Mapping))
-        tensors = (v for held in states for v in held.values() if isinstance(v, Tensor))
+        tensors = (v for entries in states for v in entries.values() if isinstance(v, Tensor))
         return {
             "parameters": _bytes((*self.model.parameters(), *self.model.buffers())),
             "gradients": self.accumulator.gradient_bytes(),
@@ -743,22 +743,24 @@ class TorchEngine(Engine):
         if min(applied) != newest:
             source = applied.index(newest)
             state = self._state_to_send() if among.rank == source else {}
-            text, found = send_state(among, source, progress, state)
+            text, received_state = send_state(among, source, progress, state)
             if behind:
                 own_tensors = self.model.state_dict()
                 self.model.load_state_dict(
                     {
                         name: as_sharded(value, own_tensors[name])
-                        for name, value in found["model"].items()
+                        for name, value in received_state["model"].items()
                     }
                 )
                 if self._sharded is not None:
-                    self._sharded.load_own_state(self.accumulator.optimizer, found["optimizer"])
+                    self._sharded.load_own_state(
+                        self.accumulator.optimizer, received_state["optimizer"]
+                    )
                 elif whole is None:
-                    self.accumulator.load_optimizer_state(found["optimizer"])
-                self.accumulator.precision.load(found["precision"])
-                self._modes.apply(found["modes"])
-                self._job_state.load(found["job"])
+                    self.accumulator.load_optimizer_state(received_state["optimizer"])
+                self.accumulator.precision.load(received_state["precision"])
+                self._modes.apply(received_state["modes"])
+                self._job_state.load(received_state["job"])
                 received = text
         self._whole_state = whole  # now that the weights are those that it belongs to
         return received
