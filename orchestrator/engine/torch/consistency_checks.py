@@ -83,7 +83,7 @@ def processor() -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions of libraries and devices. Equal facts, equal bits."""
-    found: dict[str, str] = {
+    facts: dict[str, str] = {
         "torch": torch.__version__,
         "threads": str(torch.get_num_threads()),
         "cpu": processor(),
@@ -92,24 +92,24 @@ def versions() -> dict[str, str]:
     }
     for name in ("cuda", "hip"):
         if version := getattr(torch.version, name):
-            found[name] = version
+            facts[name] = version
     for name in _KERNEL_VARIABLES:
         if name in os.environ:
-            found[name] = os.environ[name]
+            facts[name] = os.environ[name]
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
-        found["gpu"] = f"{gpu.name} {gpu.major}.{gpu.minor} {gpu.multi_processor_count}"
-        found["cudnn"] = str(torch.backends.cudnn.version())
+        facts["gpu"] = f"{gpu.name} {gpu.major}.{gpu.minor} {gpu.multi_processor_count}"
+        facts["cudnn"] = str(torch.backends.cudnn.version())
         internals: Any = getattr(torch, "_C")  # noqa: B009
-        found["driver"] = str(internals._cuda_getDriverVersion())  # noqa: SLF001  # no public name
+        facts["driver"] = str(internals._cuda_getDriverVersion())  # noqa: SLF001  # no public name
         cuda: Any = torch.backends.cuda
         kernels = ("flash", "mem_efficient", "math", "cudnn")
         enabled = [name for name in kernels if getattr(cuda, f"{name}_sdp_enabled")()]
-        found["attention"] = " ".join(enabled)
+        facts["attention"] = " ".join(enabled)
         if dist.is_nccl_available():
             nccl: Any = getattr(torch.cuda, "nccl")  # noqa: B009  # not declared in torch.cuda
-            found["nccl"] = ".".join(str(part) for part in nccl.version())
-    return found
+            facts["nccl"] = ".".join(str(part) for part in nccl.version())
+    return facts
 
 
 def _float32_precision() -> str:

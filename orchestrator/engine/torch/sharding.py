@@ -252,8 +252,8 @@ class OptimizerShard:
         numbers = {id(slot.parameter): number for number, slot in enumerate(self._slots)}
         # The numbers of the parameters in each group, None for those that are not trained.
         self._groups = [[numbers.get(id(p)) for p in params] for params in self._whole]
-        for g, mine in zip(optimizer.param_groups, self._groups, strict=True):
-            pieces = (piece for n in mine if n is not None for piece in self._pieces[n])
+        for g, indices in zip(optimizer.param_groups, self._groups, strict=True):
+            pieces = (piece for n in indices if n is not None for piece in self._pieces[n])
             g["params"] = [piece.weight for piece in pieces]
         self._loads = False
         itself = weakref.ref(self)
@@ -347,25 +347,25 @@ class OptimizerShard:
     # stores it in its own memory. Loading needs no communication: every rank reads a whole
     # checkpoint and takes its pieces.
 
-    def whole_state(self, left: BaseGroup | None = None) -> dict[str, Any] | None:
+    def whole_state(self, survivors: BaseGroup | None = None) -> dict[str, Any] | None:
         """Return `state_dict()` of the whole optimizer on the CPU, on rank 0; None on others.
 
         Collective. Besides the result it takes one bucket of memory on each rank.
 
         Args:
-            left: ranks of the group that are left: all of them get the state, and they alone call.
+            survivors: the remaining ranks: all of them get the state, and they alone call.
 
         Raises:
-            StateLost: on all ranks; a rank of the group is not in `left`.
+            StateLost: on all ranks; a rank of the group is not in `survivors`.
         """
         group, is_kept = self._group, self._group.rank == 0
         sources: list[int] = []
-        if left is not None:
-            ranks = [int(row[0]) for row in gather_numbers(left, [self._group.rank])]
+        if survivors is not None:
+            ranks = [int(row[0]) for row in gather_numbers(survivors, [self._group.rank])]
             if lost := [rank for rank in range(self._group.size) if rank not in ranks]:
                 raise StateLost(lost)
             sources = [ranks.index(rank) for rank in range(self._group.size)]
-            group, is_kept = left, True
+            group, is_kept = survivors, True
         layout = self._gather_layout(group)
         # State of one name and dtype, over the parameters of one buffer, lies as their weights do.
         kinds = {
@@ -390,11 +390,11 @@ class OptimizerShard:
                 for at, value in own:
                     if start <= at < end:
                         bucket[at - start : at - start + value.numel()] = value
-                if left is None:
+                if survivors is None:
                     group.gather_in_place_async(bucket).wait()
                 else:
                     for segment, source in zip(bucket.chunk(len(sources)), sources, strict=True):
-                        broadcast_tensors(left, [segment], source)
+                        broadcast_tensors(survivors, [segment], source)
                 if is_kept:
                     whole[kind][start:end] = bucket
         owned = self._gather_owned(group, sources or range(group.size), is_kept=is_kept)
@@ -469,7 +469,7 @@ class OptimizerShard:
                         states[index] = own_state
                     elif state:
                         end = piece.start + piece.weight.numel()
-                        mine = {
+                        part = {
                             key: value[piece.start : end].to(
                                 torch.promote_types(value.dtype, piece.weight.dtype), copy=True
                             )
@@ -477,10 +477,10 @@ class OptimizerShard:
                             else copy.deepcopy(value)  # optimizers count in place
                             for key, value in state.items()
                         }
-                        master = mine.pop(MASTER, None)
+                        master = part.pop(MASTER, None)
                         if master is not None and piece.rounded is not None:
                             piece.weight.copy_(master)
-                        states[index] = mine
+                        states[index] = part
                     index += 1
             parts.append({**group, "params": list(range(first, index))})
         self._loads = True

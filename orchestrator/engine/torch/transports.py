@@ -674,7 +674,7 @@ def _without_own_gpu(everyone: Sequence[RankCapabilities]) -> str:
             return f"rank {rank.rank} on {rank.node} cannot use its device: {rank.device_error}"
         if not rank.gpu:
             return f"rank {rank.rank} on {rank.node} has no GPU that torch can use"
-    return _sharing("GPU", {one.rank: one.gpu for one in everyone}, everyone)
+    return _sharing("GPU", {peer.rank: peer.gpu for peer in everyone}, everyone)
 
 
 def _sharing(kind: str, devices: Mapping[int, str], everyone: Sequence[RankCapabilities]) -> str:

@@ -83,7 +83,7 @@ class WindowState:
         self.error_breaks = ""
         self._last_done = False  # this rank's last micro-step was there
         self._broken: str | None = None  # why this window cannot be ended
-        self._unusable: str | None = None  # why this accumulator cannot go on
+        self._unusable: str | None = None  # why this accumulator cannot continue
         self._undeclared: int | None = None  # a parameter that an undeclared backward reached
         self.others_factor = 1.0  # of the loss of another accumulator's backward, while it runs
         # At the window's start, or its first micro-step.
