@@ -140,6 +140,7 @@ class TorchEngine(Engine):
         if reproducible:
             be_deterministic()
         self._reproducible = reproducible
+        # The same on all ranks, so the model begins alike without sending it.
         seed_everything(derived_seed("model", settings.seed))
         model = job.model()
         if not isinstance(model, Module):
@@ -248,6 +249,7 @@ class TorchEngine(Engine):
         )
 
     def begin_window(self, window: Window) -> None:
+        # Before `_keep_for_undo`, which would else keep the buffers from before.
         self._share_frozen_buffers()
         self._job_state.watch()
         self._keep_for_undo()
@@ -312,6 +314,7 @@ class TorchEngine(Engine):
         window = self._window
         if window is None or micro_batch.update != window.update:
             raise RuntimeError(f"a micro-step of update {micro_batch.update} in no window of it")
+        # Not of a model in shards, whose forward is collective.
         probes = not self._probed and not self.shard_ranks
         self.accumulator.refuse_means = not (probes or self._is_sum)
         with self._translated_errors("a micro-step"):
@@ -321,6 +324,7 @@ class TorchEngine(Engine):
                 self._done += 1
                 steps = len(window.micro_batches)
                 self.accumulator.padding = self._done > steps - window.padding
+                # By the place in the update, so dropout does not depend on which rank computes it.
                 seed = derived_seed(
                     "step", self._settings.seed, micro_batch.update, micro_batch.start
                 )
@@ -370,7 +374,7 @@ class TorchEngine(Engine):
             raise
 
     def boundary(self, *, stop: bool = False) -> BoundaryReport:
-        self._taken.wait()
+        self._taken.wait()  # a snapshot may still copy the weights that the step changes
         if self._coupled is not None and self._window is not None:
             self._coupled.backward(self._window)
         self.accumulator.learning_rate.check("inside a window")
@@ -489,6 +493,7 @@ class TorchEngine(Engine):
 
     def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
         group = self._group
+        # This exchange is the engine's own; silence is for the job's.
         silence, group.silence = group.silence, None
         try:
             with self._clock.wait:
@@ -535,7 +540,7 @@ class TorchEngine(Engine):
                         # The same random numbers in each evaluation, on any rank.
                         seed_everything(derived_seed("held-out", settings.seed, piece.start))
                         row = loss_numbers(self._loss(batch), settings.metric_names)
-                    if number < counted:
+                    if number < counted:  # the others keep ranks of a copy in step
                         sums.add(piece, row)
             finally:
                 group.silence = None
@@ -646,6 +651,7 @@ class TorchEngine(Engine):
             for group in optimizer.param_groups
         ]
         self.load_state(folder, extra)
+        # The saved groups have the other run's rates and weight decay.
         for group, own in zip(optimizer.param_groups, options, strict=True):
             group.update(own)
         self.accumulator.learning_rate.keep()
@@ -717,6 +723,7 @@ class TorchEngine(Engine):
         self.accumulator.newcomers_wait = waiting
 
     def before_growth(self) -> None:
+        # Newcomers have no shards: once they are in, the group could not put the state together.
         if self._settings.shard_optimizer:
             self._taken.wait()
             self._whole_state = self.accumulator.optimizer_state(self._group)

@@ -256,7 +256,7 @@ class OptimizerShard:
             pieces = (piece for n in indices if n is not None for piece in self._pieces[n])
             g["params"] = [piece.weight for piece in pieces]
         self._loads = False
-        itself = weakref.ref(self)
+        itself = weakref.ref(self)  # hooks live as long as the optimizer
 
         def refuse(call: str, instead: str) -> None:
             """Refuse to save pieces as the whole state, or to load a whole state into pieces."""
@@ -296,6 +296,7 @@ class OptimizerShard:
         Raises:
             JobError: a parameter is no longer where its pieces are.
         """
+        # The pieces share the memory that parameters had when they were cut.
         for slot, address in zip(self._slots, self._addresses, strict=True):
             if slot.parameter.data_ptr() != address:
                 raise JobError(
@@ -338,7 +339,7 @@ class OptimizerShard:
             guard.remove()
         for group, parameters in zip(self._optimizer.param_groups, self._whole, strict=True):
             group["params"] = parameters
-        self._optimizer.state.clear()
+        self._optimizer.state.clear()  # it is of pieces
         self._pieces, self._weights, self.flat_grads = [], [], []
 
     # -------------------------------------------------------------- state of the whole optimizer
@@ -378,6 +379,7 @@ class OptimizerShard:
         for kind in sorted(kinds):  # in the same order on all ranks
             buffer, key, dtype = kind
             flat, dtype = self._flats[buffer], getattr(torch, dtype)
+            # On the CPU: a device may lack room for all of it.
             whole[kind] = torch.zeros(flat.numel() if is_kept else 0, dtype=dtype)
             own: list[tuple[int, Tensor]] = []
             for slot, pieces in zip(self._slots, self._pieces, strict=True):
@@ -483,7 +485,7 @@ class OptimizerShard:
                         states[index] = part
                     index += 1
             parts.append({**group, "params": list(range(first, index))})
-        self._loads = True
+        self._loads = True  # lets this one pass `refuse`
         try:
             restore_optimizer(self._optimizer, {"state": states, "param_groups": parts})
         finally:
