@@ -159,6 +159,7 @@ class RankWindows:
         speeds: Speeds | None = None,
     ) -> None:
         self._planner, self.speeds = planner_of(plan), speeds
+        # Another group has other shares: what fitted into memory stays the largest micro-batch.
         if ranks is not None and ranks != plan.ranks:
             largest = max(size for sizes in plan.split.micro_batches for size in sizes)
             cap = plan.batch.micro_batch_cap or largest
@@ -314,6 +315,7 @@ class TrainingLoop:
             self._judge()
         while progress.updates < self.updates and not (progress.stopped or progress.ended_early):
             self._began = time.perf_counter()
+            # By `progress`, which the next group brings to where the most advanced rank is.
             window = self._window = self.windows.window(progress.updates)
             yield window
             done = progress.done
@@ -324,6 +326,7 @@ class TrainingLoop:
                 progress.newcomers = True
                 self._record(done)
                 return
+            # Perhaps collective, so here, where all ranks pass once an update.
             if self.windows.speeds is not None:
                 seconds, cost = self._work
                 self.windows.speeds.add(window.update, seconds=seconds, cost=cost)
