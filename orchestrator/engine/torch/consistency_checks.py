@@ -201,7 +201,7 @@ def check_same_start(
     # A job class has no accumulator of its own.
     in_loop = not isinstance(options, EngineSettings)
     if options.broadcast:
-        check_same_traits(group, shapes)
+        check_same_traits(group, shapes)  # first: broadcasts of other sizes could hang
         broadcast_tensors(group, [tensor for _, tensor in whole])
         broadcast_tensors(replicate_group, [tensor for _, tensor in shards])
     name_of = {id(tensor): name for name, tensor in reversed(named)}
@@ -230,6 +230,7 @@ def check_same_start(
         check_same_traits(replicate_group, of_replicas, replicate_ranks)
     except JobError as found:
         error = found
+    # Ranks of other copies fail as well, rather than wait for these in the next collective.
     odd = ranks_where(group, error is not None)
     if error is not None:
         raise error
@@ -253,7 +254,7 @@ def check_same_traits(
     odd = minority_ranks(gather_numbers(group, [float(folded(traits))]))
     if not odd:
         return
-    usual_rank = min({*range(group.size)}.difference(odd))
+    usual_rank = min({*range(group.size)}.difference(odd))  # any of the majority: equal digests
     # Two ranks alone send all their traits: of thousands they would fill the memory of each.
     compared = group.rank in (usual_rank, odd[0])
     texts = gather_texts(group, json.dumps(list(traits) if compared else []))
