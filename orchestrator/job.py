@@ -187,7 +187,8 @@ def dataset_of(job: Any) -> Any:
     """Return the job's data set, which is built at the first call: the plan, checks and the loader
     of each group of ranks read it.
     """
-    kept, name = getattr(job, "__dict__", {}), "_orchestrator_dataset"  # no name of the user's
-    if name not in kept:
-        kept[name] = job.dataset()
-    return kept[name]
+    attributes = getattr(job, "__dict__", {})
+    name = "_orchestrator_dataset"  # no name of the user's
+    if name not in attributes:
+        attributes[name] = job.dataset()
+    return attributes[name]

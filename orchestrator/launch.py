@@ -52,18 +52,20 @@ def run_app(arguments: Sequence[str]) -> int:
     if line.help:
         print_help(composer)
         return EXIT_FINISHED
-    found = composer.compose()
-    if found.sweeps:
+    composition = composer.compose()
+    if composition.sweeps:
         from orchestrator.sweep.sweep import run_sweep
 
         return run_sweep(composer, output)
-    config = found.config()
-    if line.changed or "sweep.force=true" in found.overrides:
+    config = composition.config()
+    if line.changed or "sweep.force=true" in composition.overrides:
         option = "--changed" if line.changed else "sweep.force=true"
         raise ConfigError(f"{option} is for sweeps, so it needs -m; a new run has no old results")
     from orchestrator.runs.start import prepared_run
 
-    with prepared_run(config, output, overrides=found.overrides, flags=found.flags) as ready:
+    with prepared_run(
+        config, output, overrides=composition.overrides, flags=composition.flags
+    ) as ready:
         return start_run(ready)
 
 
@@ -77,13 +79,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         from orchestrator.report.terminal import exit_on_broken_pipe, print_error
 
-        given = list(sys.argv[1:] if arguments is None else arguments)
+        argv = list(sys.argv[1:] if arguments is None else arguments)
         try:
             require_cwd()
             with exit_on_broken_pipe():
-                return run_app(given)
+                return run_app(argv)
         except (OrchestratorError, OSError) as error:
-            return print_error(error, verbose=not {"-v", "--verbose"}.isdisjoint(given))
+            return print_error(error, verbose=not {"-v", "--verbose"}.isdisjoint(argv))
     finally:
         signal.signal(signal.SIGINT, before)  # the caller of this continues
 

@@ -310,7 +310,7 @@ class OrchestratorExecutor(SlurmExecutor):
 
     def _overrides(self) -> list[str]:
         """Return the command line of a run with this executor's parameters."""
-        from orchestrator.config.command_line import literally
+        from orchestrator.config.command_line import quote_for_hydra
 
         overrides = [f"cluster={self._cluster}", "run.snapshot=false", "run.watch=false"]
         if self.parameters.get("stderr_to_stdout"):
@@ -322,20 +322,25 @@ class OrchestratorExecutor(SlurmExecutor):
                 continue
             if name in KEYS:
                 listed = isinstance(value, list | tuple)
-                text = f"[{','.join(map(literally, value))}]" if listed else literally(str(value))
+                text = (
+                    f"[{','.join(map(quote_for_hydra, value))}]"
+                    if listed
+                    else quote_for_hydra(str(value))
+                )
                 bare = isinstance(value, int | bool)
                 overrides.append(f"cluster.{KEYS[name]}={value if bare else text}")
             elif name == "mem":
                 overrides.append(f"cluster.memory_gib={_memory_gib(value)}")
             elif name in FLAGS:
                 flag = name.replace("_", "-")
-                overrides.append(f"cluster.slurm_flags.{flag}={literally(str(value))}")
+                overrides.append(f"cluster.slurm_flags.{flag}={quote_for_hydra(str(value))}")
             elif name == "additional_parameters":
                 for flag, its in value.items():
-                    text = "true" if its is True else literally(str(its))  # true: without a value
+                    # true: without a value
+                    text = "true" if its is True else quote_for_hydra(str(its))
                     overrides.append(f"cluster.slurm_flags.{flag.replace('_', '-')}={text}")
         if name := self.parameters.get("job_name"):
-            overrides.append(f"run.name={literally(name)}")
+            overrides.append(f"run.name={quote_for_hydra(name)}")
         return [*overrides, *self._options]
 
     @property
@@ -591,9 +596,9 @@ def queue(folder: Path, runs: Sequence[Path], arguments: Sequence[str]) -> int:
 
 
 def _of_run(run: Path) -> list[str]:
-    from orchestrator.config.command_line import literally
+    from orchestrator.config.command_line import quote_for_hydra
 
-    return [f"run.dir={literally(str(run))}", "job.style=plain", "job.stop_signal=USR2"]
+    return [f"run.dir={quote_for_hydra(str(run))}", "job.style=plain", "job.stop_signal=USR2"]
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -98,13 +98,13 @@ def spans(numbers: Iterable[int]) -> list[str]:
     >>> spans([3, 1, 2, 7])
     ['1-3', '7']
     """
-    found: list[list[int]] = []
+    ranges: list[list[int]] = []
     for number in sorted(numbers):
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
         else:
-            found.append([number, number])
-    return [f"{first}" if first == last else f"{first}-{last}" for first, last in found]
+            ranges.append([number, number])
+    return [f"{first}" if first == last else f"{first}-{last}" for first, last in ranges]
 
 
 def named_numbers(noun: str, numbers: Sequence[int], most: int = 8) -> str:
@@ -270,11 +270,11 @@ def time_limit_min(text: str, key: str) -> int:
     Raises:
         ConfigError: it is none of SLURM's forms.
     """
-    found = seconds(text)
-    if found is None:
+    limit_s = seconds(text)
+    if limit_s is None:
         raise ConfigError(
             f"{key} is a time limit, as minutes (240) or in one of SLURM's forms (MINUTES:SECONDS, "
             f"HOURS:MINUTES:SECONDS, DAYS-HOURS, DAYS-HOURS:MINUTES, DAYS-HOURS:MINUTES:SECONDS), "
             f"but is {text!r}"
         )
-    return math.ceil(found / 60)
+    return math.ceil(limit_s / 60)

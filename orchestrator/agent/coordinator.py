@@ -42,11 +42,11 @@ from orchestrator.rundir.files import is_folder, read_json, write_json
 from orchestrator.rundir.folder import MISSING_FOLDER_CHECKS, RunDir
 from orchestrator.rundir.generations import (
     GenerationRecord,
+    candidate_causes,
     incarnation_of,
     member_of,
     message_of,
     rank_of,
-    to_blame,
 )
 from orchestrator.rundir.metrics import read_progress
 from orchestrator.rundir.outcome import Culprit, State
@@ -69,6 +69,7 @@ LOSS_WAIT_S = 0.05
 COME_S = 2.0
 """Time for the other agents to connect to a new coordinator, or to be reached by it."""
 REACH_S = 0.2
+"""For agents to answer a probe, in which the coordinator does nothing else."""
 PROBE_S = 1.0
 """Between two probes of agents that have not connected: each costs a connection to each of them."""
 MOST_PROBES = 64
@@ -76,6 +77,7 @@ MOST_PROBES = 64
 MOST_READ = 4
 """Of these files in one turn, but the first, so that connections that wait are soon answered."""
 LEAST_SILENCE_S = 2.5 * BEAT_S
+"""A live agent, which sends a heartbeat every `BEAT_S`, may be as late as this."""
 AGENT_GONE = f"{NODE_WENT_AWAY}its agent is gone"
 REST_S = 0.5
 """From a worker's end to its next process: the others agree on the loss meanwhile."""
@@ -239,6 +241,7 @@ class Coordinator:
             index, [r for r in here if self.workers[r].state != "ended" and r not in known]
         )
         agent.heard, agent.lost = self._clock(), False
+        # Before `_keep_members`: a worker may have ended while the link was broken.
         for rank, worker in known.items():
             incarnation = worker["events"][0]["incarnation"]
             if self.workers[rank].exited and self.workers[rank].incarnation == incarnation:
@@ -246,6 +249,7 @@ class Coordinator:
             for event in worker["events"]:
                 self.handle_event(index, event)
         self._keep_members(here)
+        # What was sent while the link was broken is lost, so repeat what still holds.
         if self._generation >= 0:
             self._command(index, "tell", rank=None, message=self._message)
         if self._over:
@@ -285,6 +289,7 @@ class Coordinator:
         """Mark workers as lost together with their agent, with a cause that names the node."""
         if not ranks:
             return
+        # Out of reach is as good as ended; one that lives may come back (`_keep_members`).
         for rank in ranks:
             self.workers[rank].state, self.workers[rank].wants_to_join = "ended", False
         end = AbnormalEnd(
@@ -316,9 +321,11 @@ class Coordinator:
             if self._over and not self._is_member(worker):
                 self._command(index, "kill", rank=worker.rank)  # it came too late to join
         elif kind == "exit":
+            # The exit of an earlier process may come late: its successor lives.
             if worker.state != "ended" and worker.incarnation == event["incarnation"]:
                 worker.state, worker.wants_to_join, worker.exited = "ended", False, True
                 self._stands.discard(worker.rank)
+                # It has saved, or will not any more: the others need not wait until `SAVE_S`.
                 if self._saver == worker.rank and self._give_up_at is not None:
                     self._give_up_at = min(self._give_up_at, self._clock() + GRACE_S)
                 self._on_exit(index, event)
@@ -375,7 +382,7 @@ class Coordinator:
             self._excluded.add(rank)
             why = event["failure"]["cause"]
         end = AbnormalEnd(
-            time=self._clock() - event["ago_s"],
+            time=self._clock() - event["ago_s"],  # a duration, since clocks of nodes differ
             node=self._spec.name_of(index),
             index=index,
             rank=rank,
@@ -394,7 +401,7 @@ class Coordinator:
         taken_away = not final_state and -end.status in EXTERNAL_KILL_SIGNALS
         # Others that have finished do not redo its updates.
         survived = taken_away and self._survives_losses and not self._finished
-        if self._killed:
+        if self._killed:  # by this coordinator, so it is no cause
             return
         if not (evicted or survived):
             self._ends.append(end)
@@ -445,6 +452,7 @@ class Coordinator:
         """
         if self._give_up_at is None or self._killed or self._saver is not None:
             return
+        # Ranks whose weights differ must not save them: which are right is not known.
         if any(failure.get("replicas_differ") for failure in self._failures):
             return
         members = [self.workers[rank_of(member, self._ranks)] for member in self._members]
@@ -454,12 +462,14 @@ class Coordinator:
         if self._elect_at is None:
             self._elect_at = self._give_up_at = now + SAVE_S
             self._answers_by = now + GRACE_S
+        # One that has not answered yet may have the most updates.
         silent = any(worker.can_save is None and self._is_member(worker) for worker in members)
         if silent and now < self._answers_by:
             return
         ready = [worker for worker in able if worker.left_after is not None]
         if not ready:
             return
+        # While only failed ones are ready, the others get all of `SAVE_S`.
         if not all(worker.failed for worker in ready):
             self._elect_at = min(self._elect_at, now + ELECT_S)
         if len(ready) == len(able) or now >= self._elect_at:
@@ -504,7 +514,7 @@ class Coordinator:
             self._command(index, "kill", rank=rank)
             cause = self._described(culprit).cause
             self._warn(rank, f"{cause}; it is ended, and the others go on without it")
-        elif self._culprit is None and not self._ends:
+        elif self._culprit is None and not self._ends:  # what hangs after a failure is its effect
             self._culprit, self._stalled = culprit, stalled
             self._command(None, "keep positions", stacks=True)
             self._kill_at[rank] = self._clock() + STACK_S
@@ -641,7 +651,7 @@ class Coordinator:
         if not stands:
             self._stall_written = False
             return
-        after_s = min(STALL_S, self._spec.hang_s / 2)
+        after_s = min(STALL_S, self._spec.hang_s / 2)  # before the limit ends the run
         first = min(stands, key=lambda worker: worker.stands_since)
         if self._stall_written or now - first.stands_since < after_s:
             return
@@ -688,6 +698,7 @@ class Coordinator:
         if self._over or not most or self._excluded.intersection(self._failure_unit(rank)):
             return
         started = sum(worker.incarnation for worker in self.workers.values())  # by all coordinators
+        # Those that are scheduled count, too: `started` has them only once they run.
         if most - started <= len(self._restart_at):
             self._warn(rank, f"it is not started again: run.max_replacements={most} were started")
         elif len(self._fruitless[rank]) >= MOST_FRUITLESS:
@@ -715,6 +726,7 @@ class Coordinator:
 
     def _restart(self, now: float) -> None:
         """Start the next processes of the ranks that are due, where an agent can."""
+        # All ranks of a unit or none: the members join together (`_grow`).
         due = {rank for rank, at in self._restart_at.items() if now >= at}
         for unit in dict.fromkeys(self._failure_unit(rank) for rank in sorted(due)):
             agent = self.agents[self._spec.node_of(unit[0])]
@@ -765,8 +777,8 @@ class Coordinator:
         if self.outcome is not None:
             return
         now = self._clock()
-        look = now - self._folder_seen >= BEAT_S
-        if look:
+        folder_due = now - self._folder_seen >= BEAT_S
+        if folder_due:
             self._folder_seen = now
             missing = not is_folder(self._run.attempt(self._spec.attempt))
             self._folder_missing = self._folder_missing + 1 if missing else 0
@@ -776,7 +788,7 @@ class Coordinator:
                 self._culprit = Culprit(rank=None, node=self._spec.name, cause=cause, usage=True)
                 self._give_up_at = now
                 self._end_in_order()
-        if look and (self._stands or self._standstill_known) and not self._killed:
+        if folder_due and (self._stands or self._standstill_known) and not self._killed:
             self._check_standstill(now)
         self._check_agents(now)
         if any(self._is_member(worker) for worker in self.workers.values()):
@@ -793,7 +805,7 @@ class Coordinator:
             ):
                 self._publish(0, self._members, code=self.workers[0].code)
             # Another coordinator, which considered this one lost, may have recorded one.
-            if look and (generation := self._record.read(self._generation + 1)) is not None:
+            if folder_due and (generation := self._record.read(self._generation + 1)) is not None:
                 self._accept(generation)
             self._next_generation(now)
             self._grow(now)
@@ -831,6 +843,7 @@ class Coordinator:
                     f"{NODE_WENT_AWAY}its agent gave no sign of life for {limit_s:g} s "
                     "(cluster.heartbeat_timeout_s): it is stopped, or cut off",
                 )
+        # Once it has begun, all agents run, and are late by seconds; before, nodes may still start.
         if self._took_over or self._generation >= 0:
             self._check_awaited(now, awaited, limit_s)
         elif now - self._began > self._spec.join_s:
@@ -902,6 +915,7 @@ class Coordinator:
             if 2 * len(self._lost_members) > len(self._members):
                 nodes = [self._node_of(m) for m in self._lost_members]
                 lost = Counter(node for node in nodes if self.agents[node].lost)
+                # Workers end with their agent, so behind a closed port none continues.
                 closed = self._closed_ports(lost)
                 silent = sum(count for node, count in lost.items() if node not in closed)
             is_smaller = silent > remaining
@@ -932,6 +946,7 @@ class Coordinator:
             self._looked_for_room = now
             if self._record.has_room():  # else the members would wait at the boundary in vain
                 self._announced_newcomers = True
+                # One rank is enough: at the next boundary it informs all others.
                 leader = rank_of(self._members[0], self._ranks)
                 self._to_worker(leader, newcomers=True)
         states = [self.workers[rank_of(m, self._ranks)] for m in self._members]
@@ -948,6 +963,7 @@ class Coordinator:
     def _publish(self, number: int, members: list[int], **more: Any) -> None:
         """Publish a generation; without disk space, retry at the next tick."""
         try:
+            # Another coordinator's, if that one was faster: the first record of a number counts.
             generation = self._record.publish(number, members, **more, time=time.time())
         except OSError:
             return
@@ -979,7 +995,7 @@ class Coordinator:
         nodes = {self._node_of(member) for member in self._members if self._generation > 0}
         out_of_reach = nodes and all(self.agents[index].lost for index in nodes)
         if out_of_reach and nodes - self._closed_ports(nodes):
-            # Some of the members may live: the attempt goes on there, and its outcome is theirs.
+            # Some of the members may live: the attempt continues there, and its outcome is theirs.
             log.info("the other nodes continue without this one; its agent ends")
             for agent in self.agents.values():
                 if not agent.lost:  # a lost one that has connected again may hold the members
@@ -1017,9 +1033,10 @@ class Coordinator:
     def _decide(self) -> tuple[State, Culprit | None]:
         """Return the outcome: finished only if every worker said so."""
         final_states = {worker.final_state for worker in self.workers.values()} - {None}
-        ends = [*self._ends, *to_blame(self._losses, self._record.losses())]
+        ends = [*self._ends, *candidate_causes(self._losses, self._record.losses())]
         culprit = self._culprit
         all_lost = not final_states  # without messages
+        # Losses that were survived are causes only where no worker remained to report the end.
         if culprit is None and ends and (self._ends or all_lost):
             behind = [
                 Straggler(

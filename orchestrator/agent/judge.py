@@ -69,8 +69,8 @@ class Work(NamedTuple):
 
     @classmethod
     def of_main_thread(cls) -> Work:
-        """Return the work of this process; of its bytes those of the main thread, since the one
-        that looks reads files itself.
+        """Return the work of this process; of its bytes those of the main thread, since the
+        thread that observes reads files itself.
         """
         pid = os.getpid()
         return cls(stat_of(pid)[1], _io_bytes(Path(f"/proc/{pid}/task/{pid}/io")))
@@ -152,7 +152,7 @@ class WorkerJudge:
     """Judge of one worker, by its reports and by its processes' work.
 
     Attributes:
-        standing: by the latest look.
+        standing: by the latest observation.
         idle_s: for how long nothing of it has moved, if it is idle.
         stood_s: for how long it has been at its position, or has waited.
     """
@@ -163,7 +163,7 @@ class WorkerJudge:
         self.standing = Standing.MOVES
         self.idle_s = self.stood_s = 0.0
 
-    def look(
+    def observe(
         self, now: float, position: RankPosition, age_s: float, work: Callable[[], Work]
     ) -> Standing:
         """Judge once a second. Return the standing.
@@ -232,7 +232,7 @@ class ProgramJudge:
         self.standing = Standing.MOVES
         self.idle_s = self.stood_s = self._exit_idle_s = 0.0
 
-    def look(
+    def observe(
         self, now: float, output: tuple[int, ...], work: Work, *, done: bool, waits: int = 0
     ) -> Standing:
         """Judge once a second. Return the standing.

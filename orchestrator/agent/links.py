@@ -114,10 +114,10 @@ class Link:
             messages = json.loads((b"[" + b",".join(lines) + b"]").decode())
         except (ValueError, RecursionError):
             return None
-        is_sound = len(messages) == len(lines) and all(
+        is_valid = len(messages) == len(lines) and all(
             isinstance(message, dict) for message in messages
         )
-        return messages if is_sound else None
+        return messages if is_valid else None
 
     def close(self) -> None:
         self.socket.close()

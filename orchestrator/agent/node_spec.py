@@ -14,7 +14,7 @@ from orchestrator.rundir.files import create_once, read_json, write_json
 from orchestrator.rundir.folder import RunDir
 
 SILENCE_S = 5.0
-"""After which an agent or a stopped worker is lost, where the others go on without it."""
+"""After which an agent or a stopped worker is lost, where the others continue without it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +69,7 @@ class NodeSpec:
         """Return the spec of a node of a run.
 
         Args:
-            survive: the others go on without a lost worker; see `planned_survival`.
+            survive: the others continue without a lost worker; see `planned_survival`.
             bind: workers may be bound to CPUs, since no other node of the run is on this machine.
             node: `index`, `names`, `address`, and perhaps `incarnation`.
         """

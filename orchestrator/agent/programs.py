@@ -218,7 +218,7 @@ class RankProgram:
         pids = self._processes()
         self._joined = self._joined or has_joined(pids, port)
         is_done = self._stacks is not None and self._stacks.is_done
-        standing = self._judge.look(
+        standing = self._judge.observe(
             now,
             self._output(),
             Work.of(pids),

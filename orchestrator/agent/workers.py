@@ -323,7 +323,7 @@ class Workers:
 
         before = judge.standing
         age_s = now - signs.received
-        standing = judge.look(now, signs.seen, age_s, work)
+        standing = judge.observe(now, signs.seen, age_s, work)
         stopped = [pid for pid in children if state_of(pid) == "T"]
         if stopped and not signs.seen.declared:
             self._report_hang(worker, f"and its child process {stopped[0]} is stopped (SIGSTOP)")

@@ -38,8 +38,8 @@ from orchestrator.audit.scratch import link_entries
 from orchestrator.config.command_line import (
     LENGTHS,
     key_of,
-    literally,
     program_overrides,
+    quote_for_hydra,
     without_python,
 )
 from orchestrator.config.composer import compose
@@ -174,7 +174,7 @@ def _run(
 ) -> tuple[Audit, int]:
     keys = {key_of(override) for override in overrides}
     line = [default for default in DEFAULTS if key_of(default) not in keys]
-    line += [*overrides, *OURS, f"run.dir={literally(str(folder / 'run'))}"]
+    line += [*overrides, *OURS, f"run.dir={quote_for_hydra(str(folder / 'run'))}"]
     if program:
         argv = _observed([*program, *added], Path.cwd())
         line += program_overrides(argv, before=line)

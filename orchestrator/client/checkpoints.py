@@ -143,7 +143,7 @@ class Checkpoints(Callback):
         self.speeds: list[list[float]] = []
 
     def restore(self, rank: int) -> tuple[int, int] | None:
-        """Load the newest sound checkpoint, the same on every rank. Collective.
+        """Load the newest valid checkpoint, the same on every rank. Collective.
 
         Returns:
             Its updates and samples; None without one.

@@ -159,12 +159,14 @@ class RankWindows:
         speeds: Speeds | None = None,
     ) -> None:
         self._planner, self.speeds = planner_of(plan), speeds
+        # Another group has other shares: what fitted into memory stays the largest micro-batch.
         if ranks is not None and ranks != plan.ranks:
             largest = max(size for sizes in plan.split.micro_batches for size in sizes)
             cap = plan.batch.micro_batch_cap or largest
             batch = plan.batch if plan.work else replace(plan.batch, micro_batch_cap=cap)
             self._planner = replace(self._planner, ranks=ranks, batch=batch)
         self._rank, self._rates, self._shard_ranks = rank, rates, shard_ranks
+        # In the instance: a cached method would keep each of these objects alive.
         self.window = lru_cache(maxsize=4)(self._window)
 
     def _window(self, update: int) -> Window:
@@ -177,6 +179,7 @@ class RankWindows:
             window = replace(window, speeds=self.speeds.began_at(update))
         own = len(window.micro_batches)
         if padding := len(of_ranks[longest]) - own:
+            # Those that the longest rank has more: their shapes occur anyway, their losses count 0.
             others = self._planner.window(update, longest, split).micro_batches[own:]
             micro_batches = (*window.micro_batches, *others)
             window = replace(window, micro_batches=micro_batches, padding=padding)
@@ -202,7 +205,7 @@ class TrainingProgress:
 
     Attributes:
         done: the last update of this attempt.
-        kept: it and those before it.
+        recent_updates: it and those before it.
         stopped: all ranks agreed to stop, and what follows the last update is over.
         ended_early: evaluations have not improved for long enough, so no update follows.
         newcomers: the loop ended after it to let others in; only its record was written so far.
@@ -233,6 +236,7 @@ class TrainingProgress:
     def add(self, done: CompletedUpdate) -> None:
         """Add a completed update."""
         self.done = done
+        # Without indices and losses: a record needs neither, and many updates are kept.
         window = replace(done.window, micro_batches=(), order=None)
         report = replace(done.report, losses=())
         self.recent_updates.append(replace(done, window=window, report=report))
@@ -249,6 +253,7 @@ class TrainingProgress:
     def go_back(self) -> None:
         """Forget what came after the checkpoint that `updates` and `samples` are now of."""
         self.done, self.returned = None, True
+        # The updates after it come again, so their lines and evaluations do, too.
         self.recorded = min(self.recorded, self.updates)
         self.evaluated = min(self.evaluated, self.updates)
         while self.recent_updates and self.recent_updates[-1].window.update >= self.updates:
@@ -300,6 +305,7 @@ class TrainingLoop:
         """
         progress = self.progress
         self._call("on_start", self.trained)
+        # A new rank 0 writes those that the lost one did not; elsewhere `recorded` skips all.
         for done in progress.recent_updates:
             self._record(done)
         if progress.done is not None:  # a rank that is lost may have had no time for all of this
@@ -309,15 +315,18 @@ class TrainingLoop:
             self._judge()
         while progress.updates < self.updates and not (progress.stopped or progress.ended_early):
             self._began = time.perf_counter()
+            # By `progress`, which the next group brings to where the most advanced rank is.
             window = self._window = self.windows.window(progress.updates)
             yield window
             done = progress.done
             if done is None or done.window.update != window.update:
                 raise RuntimeError(f"update {window.update} was not ended by end_window()")
+            # What is collective after the update is left to the next group, newcomers included.
             if done.report.newcomers and not progress.over(self.updates):
                 progress.newcomers = True
                 self._record(done)
                 return
+            # Perhaps collective, so here, where all ranks pass once an update.
             if self.windows.speeds is not None:
                 seconds, cost = self._work
                 self.windows.speeds.add(window.update, seconds=seconds, cost=cost)
@@ -342,7 +351,7 @@ class TrainingLoop:
         window = self._window
         if window is None:
             raise RuntimeError("end_window() was called before the first window")
-        seconds = time.perf_counter() - self._began
+        seconds = time.perf_counter() - self._began  # without what follows it up
         if learning_rate is not None:
             window = replace(window, learning_rate=learning_rate)
         self.progress.add(CompletedUpdate(window, report, seconds))
@@ -368,6 +377,7 @@ class TrainingLoop:
             try:
                 answers.append(getattr(callback, method)(*values))
             except Exception as error:
+                # A note keeps the exception's class, by which callers tell a lost peer from a bug.
                 error.add_note(f"{IN_CALLBACK}{type(callback).__name__}.{method}")
                 raise
         return answers
@@ -387,22 +397,26 @@ class TrainingLoop:
         progress = self.progress
         self._record(done)
         last = progress.updates == self.updates
+        # After the last update there is nothing to stop: the run ends as usual.
         leaving = done.report.stop_requested and not last
         due = self._is_due(self.checkpoint_every) or (soon and self.checkpoint_every != 0)
         if self.checkpoints is not None:
+            # The checkpoint before this one, whose parts were written during the update.
             self.checkpoints.complete_parts(wait=last or leaving)
         saved = self.checkpoints if last or leaving or due else None
         if saved is not None:
             saved.check_replicas()  # ranks that disagree about the state must not save it
+        # A stop has little time: the next start makes up for the evaluation (`__iter__`).
         if not leaving:
             self._evaluate()
             improved = self._judge()
             last = last or progress.ended_early
             if saved is None and self.checkpoints is not None and (improved or last):
-                saved = self.checkpoints
+                saved = self.checkpoints  # the best, or the last, that was not due otherwise
                 saved.check_replicas()
         if saved is not None:
             saved.collect(progress.updates, progress.samples)
+            # Again: while it evaluated or collected, the others may have continued without it.
             self._call("before_record")
             self._call("on_checkpoint", progress.updates, progress.samples)
             saved.complete_parts(wait=last or leaving)
@@ -416,6 +430,7 @@ class TrainingLoop:
         with declared("it evaluates after update %d", progress.updates):
             progress.evaluation = self.evaluate()
         self._call("before_record")
+        # The window of `done` is not there where an attempt begins with an evaluation.
         window = self.windows.window(progress.updates - 1)
         self._call("on_evaluation", window, dict(progress.evaluation))
         progress.evaluated = progress.updates
@@ -429,6 +444,7 @@ class TrainingLoop:
         best so far. Collective.
         """
         progress = self.progress
+        # By what is equal on all ranks, since judging is collective: not by `evaluated`.
         if self.judge is None or not self._evaluates():
             return False
         improved, progress.ended_early = self.judge(progress.updates, progress.evaluation)
@@ -436,6 +452,7 @@ class TrainingLoop:
 
     def _is_due(self, every: int | None) -> bool:
         done, epoch_of = self.progress.updates, self.windows.epoch_of
+        # The update that completes an epoch may have samples of the next one.
         ends = done == self.updates or epoch_of(done) != epoch_of(done - 1)
         return is_due(every, done, epoch_ends=ends)
 

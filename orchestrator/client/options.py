@@ -12,7 +12,7 @@ from typing import Any
 from orchestrator.client.loop import Callback, describe_misuse
 from orchestrator.client.record import whole_number
 from orchestrator.config.rules import accumulation_problems
-from orchestrator.config.schema import BOUNDS, Config, beyond, plain, value_of
+from orchestrator.config.schema import BOUNDS, Config, plain, unrepresentable_values, value_of
 from orchestrator.errors import ConfigError, PlanError, UsageError, did_you_mean
 from orchestrator.plan.cost import lengths_of
 from orchestrator.plan.order import Shards
@@ -181,7 +181,7 @@ def plan_of(
     keys = ("accumulation.ragged", "train.epochs")
     single = [BOUNDS[key].refusal(key, value_of(config, key)) for key in keys]
     problems = accumulation_problems(config.accumulation)
-    if refused := [*beyond(plain(config)), *filter(None, single), *problems]:
+    if refused := [*unrepresentable_values(plain(config)), *filter(None, single), *problems]:
         raise ConfigError(f"run.windows(): {as_options(refused[0])}")
     try:
         known = JobFacts(

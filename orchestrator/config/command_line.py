@@ -236,7 +236,7 @@ def program_overrides(argv: Sequence[str], before: Sequence[str] = ()) -> tuple[
             key_of(override) == "job" and override.partition("=")[2] != "program"
         ):
             raise ConfigError(f"{override} says what to run, and so does -- …; leave one out")
-    return "job=program", f"job.command=[{','.join(map(literally, command))}]"
+    return "job=program", f"job.command=[{','.join(map(quote_for_hydra, command))}]"
 
 
 def without_python(argv: Sequence[str]) -> list[str]:
@@ -246,7 +246,7 @@ def without_python(argv: Sequence[str]) -> list[str]:
     return [*argv]
 
 
-def literally(argument: str) -> str:
+def quote_for_hydra(argument: str) -> str:
     """Quote an argument for Hydra, without escapes or interpolation."""
     escaped = escape_interpolations(argument)
     escaped = re.sub(r"(\\*)('|\Z)", lambda m: 2 * m[1] + ("\\'" if m[2] else ""), escaped)
@@ -283,7 +283,7 @@ def _as_hydra(key: str, value: Any) -> str:
     if isinstance(value, int | float):
         return repr(int(value) if isinstance(value, int) else float(value))  # of NumPy's float64
     if isinstance(value, str | PurePath):
-        return literally(str(value))
+        return quote_for_hydra(str(value))
     if isinstance(value, list | tuple):
         items: Sequence[Any] = cast("Sequence[Any]", value)
         return f"[{','.join(_as_hydra(key, item) for item in items)}]"

@@ -80,8 +80,8 @@ def _resolve_section(composition: DictConfig, key: Any) -> Any:
     if key != "job":
         return values
     # A program's command has been through a shell already, which expands `~/`.
-    kept = {"command": values["command"]} if is_program(values) else {}
-    return {**map_texts(values, _expand_home), **kept}
+    verbatim = {"command": values["command"]} if is_program(values) else {}
+    return {**map_texts(values, _expand_home), **verbatim}
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -255,8 +255,8 @@ class Composer:
         return [to_hydra(override, sweep=sweep) for override in self.line.overrides]
 
     @property
-    def stated(self) -> list[str]:
-        """Return all statements of a sweep: the configuration's own, and the line's, which win."""
+    def explicit_overrides(self) -> list[str]:
+        """Return all overrides of a sweep: the configuration's own, and the line's, which win."""
         typed = {key_of(override): override for override in self.overrides}
         own = {key_of(param): typed.get(key_of(param), param) for param in self.params}
         return [*own.values(), *(o for o in self.overrides if key_of(o) not in own)]
@@ -268,8 +268,10 @@ class Composer:
             ConfigError: the line cannot be swept.
         """
         with config_errors():
-            self.loader.refuse_sweep(self.stated)
-            [combinations] = BasicSweeper.split_arguments(self.loader.parse(self.stated), None)
+            self.loader.refuse_sweep(self.explicit_overrides)
+            [combinations] = BasicSweeper.split_arguments(
+                self.loader.parse(self.explicit_overrides), None
+            )
         return combinations
 
     def point(self, number: int, typed_overrides: Sequence[str]) -> Composed:

@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from orchestrator.config.changes import flat
-from orchestrator.config.schema import stated
+from orchestrator.config.schema import non_default_values
 from orchestrator.errors import ConfigError, did_you_mean
 
 CHOICES = {
@@ -212,9 +212,11 @@ def program_problems(config: Any) -> list[str]:
         except ConfigError as error:
             wrong.append(str(error))
     in_vain: list[str] = []  # keys about our training that are not at their defaults
-    for section, value in stated(config, MEANINGLESS).items():
+    for section, value in non_default_values(config, MEANINGLESS).items():
         if is_dataclass(value):
-            in_vain += [f"{section}.{key}={inner}" for key, inner in stated(value).items()]
+            in_vain += [
+                f"{section}.{key}={inner}" for key, inner in non_default_values(value).items()
+            ]
         else:
             in_vain.append(f"{section}={value}" if isinstance(value, str) else section)
     return wrong + [

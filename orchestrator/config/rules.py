@@ -18,11 +18,11 @@ from orchestrator.config.schema import (
     SweepConfig,
     TrainConfig,
     batch_stages,
-    beyond,
     gpu_count,
     node_range,
+    non_default_values,
     plain,
-    stated,
+    unrepresentable_values,
     value_of,
 )
 from orchestrator.errors import ConfigError, JobError
@@ -36,7 +36,7 @@ SMALL_IS_GOOD = ("auto", "loss", "held_out.loss", "seconds")
 def search_problems(sweep: SweepConfig) -> Iterator[str]:
     """Yield a sentence for each error about a search."""
     if sweep.search == "none":
-        for name in stated(sweep, SEARCH_ONLY):
+        for name in non_default_values(sweep, SEARCH_ONLY):
             yield (
                 f"sweep.{name} has no effect without a search; add sweep.search=tpe, or "
                 f"leave it out"
@@ -75,9 +75,9 @@ def planned_survival(config: Config) -> PlannedSurvival:
     By default it is on wherever it is available on more than one node. The job's source is read for
     that. Raises `JobError` as `check_target` does.
     """
-    stated = config.run.survive
-    if stated is not None:
-        return PlannedSurvival(stated, ON if stated else "")
+    survive = config.run.survive
+    if survive is not None:
+        return PlannedSurvival(survive, ON if survive else "")
     if is_program(config.job) or node_range(config.cluster.nodes)[1] == 1:
         return PlannedSurvival(on=False, line="")
     facts = check_target(config.job["_target_"])
@@ -125,15 +125,15 @@ def _survive_refusals(config: Config, facts: TargetFacts | None = None) -> Itera
         yield f"{SURVIVE} {facts.framework}; try {RESTARTS}"
 
 
-def interrupt_refusals(transport: str, *, talks: bool, stated: bool) -> Iterator[str]:
+def interrupt_refusals(transport: str, *, talks: bool, explicit: bool) -> Iterator[str]:
     """Yield why collectives of torch that wait for a lost rank cannot be interrupted.
 
     Args:
         transport: "auto" if it is not known yet.
         talks: the job's loss calls collectives.
-        stated: run.survive=true is stated.
+        explicit: run.survive=true is set.
     """
-    if transport == "nccl" and not stated:
+    if transport == "nccl" and not explicit:
         yield (
             "over NCCL a loss is survived only if run.survive=true is stated, since that has run "
             f"on a single GPU only; or use {RESTARTS}"
@@ -149,8 +149,8 @@ def interrupt_refusals(transport: str, *, talks: bool, stated: bool) -> Iterator
 
 def _survive_on_torch(config: Config, *, talks: bool = False) -> Iterator[str]:
     on_gpus = config.transport == "auto" and gpu_count(config.cluster.gpus_per_node)
-    transport, stated = "nccl" if on_gpus else config.transport, bool(config.run.survive)
-    yield from interrupt_refusals(transport, talks=talks, stated=stated)
+    transport, explicit = "nccl" if on_gpus else config.transport, bool(config.run.survive)
+    yield from interrupt_refusals(transport, talks=talks, explicit=explicit)
     if config.engine.shard_model == "all":
         yield (
             f"{SURVIVE} engine.shard_model=all, where a lost rank takes its shards along; try "
@@ -191,19 +191,19 @@ class Limit(NamedTuple):
     """The values of a key that an engine supports.
 
     Attributes:
-        given: another key and its values that the limit is for; always, if None.
+        condition: another key and its values that the limit is for; always, if None.
     """
 
     key: str
     supported: tuple[Any, ...]
-    given: tuple[str, tuple[Any, ...]] | None = None
+    condition: tuple[str, tuple[Any, ...]] | None = None
     why: str = ""
 
     def refusal(self, config: Config, framework: str) -> str | None:
         """Return a sentence about a value that is not supported."""
         value, other = _setting(config, self.key), framework
-        if self.given is not None:
-            known_by, values = self.given
+        if self.condition is not None:
+            known_by, values = self.condition
             if (setting := _setting(config, known_by)) not in values:
                 return None
             other = f"{known_by}={_spelled(setting)}"
@@ -280,11 +280,11 @@ def check(config: Config) -> None:
     """Refuse what no plan and no cluster can use. Raises one `ConfigError` for all of it."""
     single = [bound.refusal(dotted, value_of(config, dotted)) for dotted, bound in BOUNDS.items()]
     # First, before anything is computed from such numbers.
-    _refuse([*beyond(plain(config)), *filter(None, single)])
+    _refuse([*unrepresentable_values(plain(config)), *filter(None, single)])
     _refuse([*_any_job(config), *optimizer_problems(config.optimizer)])
 
 
-def at_once(parallel: Any) -> int | None:
+def max_concurrent_points(parallel: Any) -> int | None:
     """Return how many points `sweep.parallel` asks for; None: `auto`. Raises `ConfigError`."""
     if parallel == "auto":
         return None
@@ -319,7 +319,7 @@ def refuse_unsupported(config: Config, framework: str | None, *, coupled: bool =
 
 def refuse_schedule(job: str, schedule: ScheduleConfig) -> None:
     """Raise `ConfigError` for a schedule of a job that has its own rates."""
-    if keys := [f"schedule.{name}={value}" for name, value in stated(schedule).items()]:
+    if keys := [f"schedule.{name}={value}" for name, value in non_default_values(schedule).items()]:
         raise ConfigError(
             f"{job}.learning_rate(update) gives the rate of each update, so {', '.join(keys)} "
             f"would have no effect; leave {'it' if len(keys) == 1 else 'them'} out"
@@ -375,12 +375,14 @@ def _any_job(config: Config) -> Iterator[str]:
         )
     yield from _best_figure(config.train)
     yield from filter(None, map(CALLBACKS.refusal, config.run.callbacks))
-    at_once(config.sweep.parallel)
+    max_concurrent_points(config.sweep.parallel)
     yield from search_problems(config.sweep)
     yield from accumulation_problems(config.accumulation)
     if not is_program(config.job):  # which has no use for any key of this section
         yield from _sentinel_problems(config, ranks)
-    for name in stated(config.cluster, SLURM_ONLY) if config.cluster.kind != "slurm" else ():
+    for name in (
+        non_default_values(config.cluster, SLURM_ONLY) if config.cluster.kind != "slurm" else ()
+    ):
         yield (
             f"cluster.{name} means nothing on a {config.cluster.kind} cluster; add +cluster=slurm, "
             f"or leave it out"
@@ -393,7 +395,7 @@ def _any_job(config: Config) -> Iterator[str]:
         )
     if config.run.survive:
         yield from _survive_refusals(config)
-    if config.run.survive is False and stated(config.run).get("max_replacements"):
+    if config.run.survive is False and non_default_values(config.run).get("max_replacements"):
         yield (
             f"run.max_replacements={config.run.max_replacements} needs ranks that go on meanwhile; "
             f"try run.survive=true, or {RESTARTS}"
@@ -426,18 +428,18 @@ def _sentinel_problems(config: Config, ranks: int) -> Iterator[str]:
                 "accumulation.sentinel_every; add accumulation.sentinel_every=200"
             )
         return
-    stated = f"accumulation.sentinel_every={every}"
+    setting = f"accumulation.sentinel_every={every}"
     if missing := CALLBACKS.refusal(SENTINEL):
-        yield f"{stated}: {missing}"
+        yield f"{setting}: {missing}"
     if accumulation.reduction != "reproducible":
         yield (
-            f"{stated} compares the bits of micro-steps, which depend on the rank with "
+            f"{setting} compares the bits of micro-steps, which depend on the rank with "
             f"accumulation.reduction={accumulation.reduction}; add "
             "accumulation.reduction=reproducible, or leave it out"
         )
     if ranks == 1:
         yield (
-            f"{stated} needs another rank, which computes a micro-step again; try "
+            f"{setting} needs another rank, which computes a micro-step again; try "
             "cluster.ranks_per_node=2 (with 3 ranks or more a lasting error is named, too)"
         )
     if accumulation.sentinel == "exclude" and not config.run.survive:

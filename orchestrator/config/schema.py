@@ -27,21 +27,21 @@ class Bound:
 
     Attributes:
         choice: the values that it may have.
-        seam: where installed packages may add such values.
+        plugin_kind: where installed packages may add such values.
         least, most: the smallest and largest number.
         above: a finite number that it must be above.
     """
 
     choice: tuple[str, ...] = ()
-    seam: PluginKind | None = None
+    plugin_kind: PluginKind | None = None
     least: float | None = None
     above: float | None = None
     most: float | None = None
 
     def refusal(self, dotted: str, value: Any) -> str | None:
         """Return a sentence if `value` is no choice, too little or too much."""
-        if self.seam is not None:
-            return self.seam.refusal(value)
+        if self.plugin_kind is not None:
+            return self.plugin_kind.refusal(value)
         if self.choice and value not in self.choice:
             meant = did_you_mean(str(value), self.choice).partition("; known are: ")[0]
             return f"{dotted} must be one of {', '.join(self.choice)}, but is {value!r}{meant}"
@@ -64,9 +64,9 @@ def choice(*allowed: str, default: str | None = None) -> Any:
     return field(default=allowed[0] if default is None else default, metadata={"bound": bound})
 
 
-def registered(seam: PluginKind, default: str) -> Any:
+def registered(plugin_kind: PluginKind, default: str) -> Any:
     """Define a field that is the name of one of ours, or of an installed package's."""
-    bound = Bound(choice=(*seam.besides, *seam.ours), seam=seam)
+    bound = Bound(choice=(*plugin_kind.besides, *plugin_kind.ours), plugin_kind=plugin_kind)
     return field(default=default, metadata={"bound": bound})
 
 
@@ -84,34 +84,34 @@ def number(
 
 def bounds_of(schema: Any, prefix: str = "") -> dict[str, Bound]:
     """Return the bound of each field that has one, by its dotted name."""
-    found: dict[str, Bound] = {}
+    bounds: dict[str, Bound] = {}
     for item in fields(schema):
         if "bound" in item.metadata:
-            found[prefix + item.name] = item.metadata["bound"]
+            bounds[prefix + item.name] = item.metadata["bound"]
         elif is_dataclass(section := item.default_factory):
-            found |= bounds_of(section, f"{prefix}{item.name}.")
-    return found
+            bounds |= bounds_of(section, f"{prefix}{item.name}.")
+    return bounds
 
 
-def beyond(values: Any, dotted: str = "") -> Iterator[str]:
+def unrepresentable_values(values: Any, dotted: str = "") -> Iterator[str]:
     """Yield a sentence for every value in nested dicts and lists that no file or seed can hold, or
     that no file name, shell or terminal can take.
 
-    >>> list(beyond({"train": {"seed": 2**64}}))
+    >>> list(unrepresentable_values({"train": {"seed": 2**64}}))
     ['train.seed must lie between -(2**63 - 1) and 2**63 - 1, but is 18446744073709551616']
     """
     if isinstance(values, Mapping):
         for key, value in values.items():
-            yield from beyond(value, f"{dotted}.{key}" if dotted else str(key))
+            yield from unrepresentable_values(value, f"{dotted}.{key}" if dotted else str(key))
     elif isinstance(values, list | tuple):
         for index, value in enumerate(values):
-            yield from beyond(value, f"{dotted}[{index}]")
+            yield from unrepresentable_values(value, f"{dotted}[{index}]")
     elif isinstance(values, int) and abs(values) > LARGEST_INT:
         yield f"{dotted} must lie between -(2**63 - 1) and 2**63 - 1, but is {shortened(values)}"
     elif isinstance(values, str) and len(values) > LONGEST_NAME:
         yield f"{dotted} must have at most {LONGEST_NAME} characters, but has {len(values)}"
-    elif isinstance(values, str) and (found := UNUSABLE.search(values)):
-        number = ord(found[0])
+    elif isinstance(values, str) and (match := UNUSABLE.search(values)):
+        number = ord(match[0])
         odd = f"the control character {number:#04x}" if number < 128 else "bytes that are not UTF-8"
         yield f"{dotted} must not contain {odd}, but is {shortened(repr(values))}"
 
@@ -123,11 +123,11 @@ def value_of(config: Any, dotted: str) -> Any:
     return config
 
 
-def stated(section: Any, names: Collection[str] | None = None) -> dict[str, Any]:
+def non_default_values(section: Any, names: Collection[str] | None = None) -> dict[str, Any]:
     """Return the keys of a section (of these `names`) that are not at their defaults."""
     usual = vars(type(section)())
-    found = {name: value for name, value in vars(section).items() if value != usual[name]}
-    return {name: v for name, v in found.items() if names is None or name in names}
+    changed = {name: value for name, value in vars(section).items() if value != usual[name]}
+    return {name: v for name, v in changed.items() if names is None or name in names}
 
 
 def plain(config: Any) -> Any:
@@ -446,7 +446,7 @@ def gpu_count(gpus: Any) -> int:
         counts = [gpus]
     elif gpus is not None:
         counts = [
-            int(found[1]) if (found := GPUS.fullmatch(part)) else -1
+            int(match[1]) if (match := GPUS.fullmatch(part)) else -1
             for part in str(gpus).split(",")
         ]
     if min(counts) < 0:

@@ -100,7 +100,7 @@ class EngineSettings(AccumulationOptions):
         jit_level: MindSpore's optimisation level of compiled functions; None for its default.
         style: "own" accumulation, or "framework": MindSpore's GradAccumulation.
         norm: "warn", "frozen", "group" or "layer": what becomes of batch norms.
-        survive: ranks may have to go on without those that die (docs/explanation/surviving.md).
+        survive: ranks may have to continue without those that die (docs/explanation/surviving.md).
         shard_model: "none", "node" or "all": the ranks that hold one copy of the model together.
     """
 
@@ -642,7 +642,7 @@ class Framework(ABC):
         raise ConfigError(f"{type(self).__name__} cannot load weights here; try {checkpoint}")
 
     def ahead(self, spec: GroupSpec) -> None:  # most have nothing to start
-        """Start what takes time and need not wait for the job's import."""
+        """Start slow initialisation before the job is imported."""
 
 
 # ------------------------------------------------------------------
@@ -678,7 +678,7 @@ class Survives(Protocol):
             None.
 
         Raises:
-            StateLost: on all alike; a part of the state is gone. They go on after `regroup` and
+            StateLost: on all alike; a part of the state is gone. They continue after `regroup` and
                 `load_state`.
         """
         ...

@@ -33,10 +33,10 @@ class Arrays(Protocol):
         ...
 
 
-def expect(found: Any, wanted: Any, what: str) -> None:
+def expect(actual: Any, wanted: Any, what: str) -> None:
     """Raise `AssertionError`, with a sentence, unless both are equal."""
-    if found != wanted:
-        raise AssertionError(f"{what}: must be {wanted}, but is {found}")
+    if actual != wanted:
+        raise AssertionError(f"{what}: must be {wanted}, but is {actual}")
 
 
 def knows_itself(group: Group, arrays: Arrays) -> None:
@@ -61,12 +61,12 @@ def sums_in_place(group: Group, arrays: Arrays) -> None:
 
 def gathers_equal_parts(group: Group, arrays: Arrays) -> None:
     """`all_gather` concatenates in rank order and leaves its argument alone."""
-    mine = arrays.make([float(group.rank), -1.0], [1, 2])
-    gathered = group.all_gather(mine)
+    own_part = arrays.make([float(group.rank), -1.0], [1, 2])
+    gathered = group.all_gather(own_part)
     wanted = [number for rank in range(group.size) for number in (float(rank), -1.0)]
     expect(arrays.read(gathered), wanted, "all_gather")
     expect(list(gathered.shape), [group.size, 2], "shape of what is gathered")
-    expect(arrays.read(mine), [float(group.rank), -1.0], "what was given")
+    expect(arrays.read(own_part), [float(group.rank), -1.0], "what was given")
 
 
 def gathers_uneven_parts(group: Group, arrays: Arrays) -> None:
@@ -78,8 +78,8 @@ def gathers_uneven_parts(group: Group, arrays: Arrays) -> None:
         if not any(sizes):
             continue
         count = sizes[group.rank]
-        mine = arrays.make([float(group.rank)] * (3 * count), [count, 3])
-        gathered = group.all_gather(mine, sizes)
+        own_part = arrays.make([float(group.rank)] * (3 * count), [count, 3])
+        gathered = group.all_gather(own_part, sizes)
         wanted = [float(rank) for rank, size in enumerate(sizes) for _ in range(3 * size)]
         expect(arrays.read(gathered), wanted, f"all_gather of sizes {sizes}")
 
@@ -117,8 +117,8 @@ def counts_what_it_sends(group: Group, arrays: Arrays) -> None:
         mark = group.mark()
         call()
         sent = group.since(mark)
-        found = (sent.collectives, sent.bytes_on_wire)
-        expect(found, wanted if group.size > 1 else (0, 0), f"(calls, bytes sent) of {what}")
+        traffic = (sent.collectives, sent.bytes_on_wire)
+        expect(traffic, wanted if group.size > 1 else (0, 0), f"(calls, bytes sent) of {what}")
 
     ranks = group.size
     numbers = 8 * ranks  # so that every share is a whole number of bytes

@@ -120,6 +120,6 @@ class Traffic:
         """Return `collectives` for an update with another number of ranks."""
         if self.collectives is None or ranks == 1:
             return self.collectives and 0
-        theirs = replace(self.wire, ranks=ranks).collectives(self.parameters)
-        ours = self.wire.collectives(self.parameters)
-        return None if theirs is None or ours is None else self.collectives - ours + theirs
+        count = replace(self.wire, ranks=ranks).collectives(self.parameters)
+        own_count = self.wire.collectives(self.parameters)
+        return None if count is None or own_count is None else self.collectives - own_count + count

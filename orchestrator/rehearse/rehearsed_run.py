@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from orchestrator.clusters.slurm.client import Job, SchedulerDown, SlurmClient, queued
-from orchestrator.config.command_line import literally
+from orchestrator.config.command_line import quote_for_hydra
 from orchestrator.config.rules import planned_survival
 from orchestrator.config.schema import Config, node_range
 from orchestrator.errors import ClusterError, RunFailed
@@ -94,7 +94,7 @@ class RehearsedRun(ABC):
         self._output = folder.with_suffix(".log")
 
     def launch(self) -> None:
-        overrides = (*self._spec.overrides, f"run.dir={literally(str(self.run.path))}")
+        overrides = (*self._spec.overrides, f"run.dir={quote_for_hydra(str(self.run.path))}")
         self._start("orchestrator.launch", *self._spec.flags, *overrides, "-q")
 
     def resume(self) -> None:

@@ -69,7 +69,7 @@ def replay_update(
     """Compute an update again.
 
     Args:
-        short: stop after the update, and do not go on to the next checkpoint.
+        short: stop after the update, and do not continue to the next checkpoint.
         by_sample: compute the update once more with each sample by itself.
 
     Returns:

@@ -53,5 +53,5 @@ def tell_error(error: OrchestratorError) -> None:
 
 
 def _say(message: dict[str, Any]) -> None:
-    with contextlib.suppress(BrokenPipeError):  # the caller has ended, and the run goes on
+    with contextlib.suppress(BrokenPipeError):  # the caller has ended, and the run continues
         os.write(_pipe, json.dumps(message).encode() + b"\n")

@@ -75,7 +75,7 @@ def describe_outcome(run: RunDir) -> str:
     )
 
 
-def print_sweep(cells: Sequence[SweptRun], console: Console, not_begun: int = 0) -> None:
+def print_sweep(points: Sequence[SweptRun], console: Console, not_begun: int = 0) -> None:
     """Print the table, then one line for each point that did not finish.
 
     Columns that do not fit side by side go to further tables.
@@ -83,10 +83,10 @@ def print_sweep(cells: Sequence[SweptRun], console: Console, not_begun: int = 0)
     Args:
         not_begun: how many points the sweep has besides these.
     """
-    if not cells:
+    if not points:
         say(console, f"none of {plural(not_begun, 'point')} has begun")
         return
-    first, *others = _columns(cells, console)
+    first, *others = _columns(points, console)
     shown = [first]
     for column in others:
         if len(shown) > 1 and _width([*shown, column]) > console.width:
@@ -94,27 +94,27 @@ def print_sweep(cells: Sequence[SweptRun], console: Console, not_begun: int = 0)
             shown = [first]
         shown.append(column)
     console.print(_point_table(shown, console.width))
-    for name, cell in zip(names(cells), cells, strict=True):
-        if not cell.finished:
-            state = f"{cell.summary.state}, see {cell.folder}"
-            why = describe_end(cell.result or {}) or state
+    for name, point in zip(names(points), points, strict=True):
+        if not point.finished:
+            state = f"{point.summary.state}, see {point.folder}"
+            why = describe_end(point.result or {}) or state
             first = why.partition("\n")[0]
-            typed = " ".join(f"{key}={value}" for key, value in cell.overrides.items())
+            typed = " ".join(f"{key}={value}" for key, value in point.overrides.items())
             say(console, f"point {name} ({typed or '(no override)'}): {first}", "red")
-    done = sum(cell.finished for cell in cells)
-    count = len(cells) + not_begun
+    done = sum(point.finished for point in points)
+    count = len(points) + not_begun
     style = "green" if done == count else "bold red"
     rest = f"; {not_begun} not begun yet: type the same line again" if not_begun else ""
     say(console, f"{done} of {plural(count, 'point')} finished{rest}", style)
 
 
-def names(cells: Sequence[SweptRun]) -> list[str]:
+def names(points: Sequence[SweptRun]) -> list[str]:
     """Return the name of each point: its folder's, as in `logs SWEEP/POINT`."""
-    labels = [cell.folder.name for cell in cells]
-    return labels if len({*labels}) == len(labels) else [str(cell.folder) for cell in cells]
+    labels = [point.folder.name for point in points]
+    return labels if len({*labels}) == len(labels) else [str(point.folder) for point in points]
 
 
-def differences(cells: Sequence[SweptRun]) -> list[str]:
+def differences(points: Sequence[SweptRun]) -> list[str]:
     """Return the largest relative difference of each point's weights from the first finished one's.
 
     As text: `reference`, `-` for points without weights, `other shapes` for another model.
@@ -123,15 +123,15 @@ def differences(cells: Sequence[SweptRun]) -> list[str]:
 
     reference: Path | None = None
     texts: list[str] = []
-    for cell in cells:
-        if not cell.finished or cell.weights is None or not cell.weights.is_file():
+    for point in points:
+        if not point.finished or point.weights is None or not point.weights.is_file():
             texts.append("-")
         elif reference is None:
-            reference = cell.weights
+            reference = point.weights
             texts.append("reference")
         else:
             try:
-                comparison = compare(cell.weights, reference)
+                comparison = compare(point.weights, reference)
             except UsageError:
                 texts.append("other shapes")
             else:
@@ -143,9 +143,9 @@ def differences(cells: Sequence[SweptRun]) -> list[str]:
 Column = tuple[str, list[Text]]
 
 
-def _columns(cells: Sequence[SweptRun], console: Console) -> list[Column]:
+def _columns(points: Sequence[SweptRun], console: Console) -> list[Column]:
     """Return the columns that hold something, the points' names first."""
-    figures = [cell.summary for cell in cells]
+    figures = [point.summary for point in points]
     columns: list[Column] = []
 
     def add(title: str, values: Iterable[str]) -> None:
@@ -156,10 +156,10 @@ def _columns(cells: Sequence[SweptRun], console: Console) -> list[Column]:
     def add_costs(title: str, field: str, form: Callable[[Any], str]) -> None:
         add(title, (form(getattr(f, field)) for f in figures))
 
-    add("run", names(cells))
-    keys = list(dict.fromkeys(key for cell in cells for key in cell.overrides))
+    add("run", names(points))
+    keys = list(dict.fromkeys(key for point in points for key in point.overrides))
     for key in keys:
-        add(short_key(key, keys), (short_number(str(c.overrides.get(key, ""))) for c in cells))
+        add(short_key(key, keys), (short_number(str(c.overrides.get(key, ""))) for c in points))
     add(STATE, (f.state for f in figures))
     for text in columns[-1][1]:
         text.style = STATE_STYLES.get(text.plain, "bold red")
@@ -172,25 +172,25 @@ def _columns(cells: Sequence[SweptRun], console: Console) -> list[Column]:
         add(f"held_out {name}", held_out)
     if not metrics:
         add("final loss", (format_number(f.loss) for f in figures))
-    if samples := _compared_samples(cells):
+    if samples := _compared_samples(points):
         add("samples", (format_count(f.samples) for f in figures))
-        losses = (loss_at(cell, samples) for cell in cells)
+        losses = (loss_at(point, samples) for point in points)
         add(f"loss at {format_count(samples)} samples", map(format_number, losses))
     add_costs("collectives /update", "collectives_per_update", format_count)
     add_costs("bytes /update", "bytes_on_wire_per_update", format_bytes)
-    add("weights differ by", differences(cells))
+    add("weights differ by", differences(points))
     return columns
 
 
-def _compared_samples(cells: Sequence[SweptRun]) -> int | None:
+def _compared_samples(points: Sequence[SweptRun]) -> int | None:
     """Return the samples after which losses are compared: those that all finished points were to
     have (`train.samples`), or the fewest that one had; None where all had equally many.
     """
-    done = [cell for cell in cells if cell.finished and cell.summary.samples]
-    planned = {cell.plan.get("samples") for cell in done}
+    done = [point for point in points if point.finished and point.summary.samples]
+    planned = {point.plan.get("samples") for point in done}
     if len(planned) == 1 and (samples := planned.pop()):
         return samples
-    counts = {cell.summary.samples or 0 for cell in done}
+    counts = {point.summary.samples or 0 for point in done}
     return min(counts) if len(counts) > 1 else None
 
 
@@ -198,12 +198,12 @@ AVERAGED = 0.1
 """Share of the samples whose losses are averaged: those of single updates vary with the batch."""
 
 
-def loss_at(cell: SweptRun, samples: int) -> float | None:
+def loss_at(point: SweptRun, samples: int) -> float | None:
     """Return the mean training loss of the last tenth of so many samples; None if the point has not
     had them, or has not recorded them.
     """
     before, total, weight = 0, 0.0, 0
-    for record in read_metrics(RunDir(cell.folder).metrics).updates:
+    for record in read_metrics(RunDir(point.folder).metrics).updates:
         size, loss = record.get("samples"), record.get("loss")
         if size is None or loss is None:
             return None
@@ -246,7 +246,7 @@ BATCH_KEYS = {f"accumulation.{name}" for name in ("global_batch", "steps", "micr
 class Pair:
     """Two runs that are alike but for K: `fewer` has fewer micro-steps, `more` has more.
 
-    `title` says what was kept equal, for example `equal micro-batch`. Plans of the cells give
+    `title` says what was kept equal, for example `equal micro-batch`. Plans of the points give
     `micro_steps`, `global_batch` and `micro_batches`.
     """
 
@@ -282,8 +282,8 @@ def _change(what: str, ratio: float | None) -> str:
     return f"{what} {'up' if ratio > 1 else 'down'} ({format_ratio(ratio)})"
 
 
-def _seconds_per_thousand(cell: SweptRun) -> float | None:
-    rate = cell.summary.samples_per_second
+def _seconds_per_thousand(point: SweptRun) -> float | None:
+    rate = point.summary.samples_per_second
     return 1000 / rate if rate else None
 
 
@@ -349,13 +349,13 @@ def only_varying(all_overrides: Sequence[Sequence[str]]) -> list[dict[str, str]]
     return [{k.lstrip("+"): v for k, v in table.items() if k in vary} for table in tables]
 
 
-def accumulation_pairs(cells: Sequence[SweptRun]) -> list[Pair]:
+def accumulation_pairs(points: Sequence[SweptRun]) -> list[Pair]:
     """Return points that show what accumulation does: K = 1 and the largest K, all else being
     equal.
 
     One pair at equal micro-batch and one at equal global batch, where the sweep has them.
     """
-    done = [c for c in cells if c.finished and c.plan.get("micro_steps")]
+    done = [c for c in points if c.finished and c.plan.get("micro_steps")]
     plain = [c for c in done if c.plan["micro_steps"] == 1]
     many = sorted(
         (c for c in done if c.plan["micro_steps"] > 1), key=lambda c: -c.plan["micro_steps"]
@@ -385,12 +385,12 @@ def _alike(first: SweptRun, other: SweptRun, figure: Callable[[SweptRun], int]) 
     )
 
 
-def timed_concurrently(cells: Sequence[SweptRun]) -> str | None:
+def timed_concurrently(points: Sequence[SweptRun]) -> str | None:
     """Return a sentence if points were timed while others computed on the same machine."""
     spans: list[tuple[float, float]] = []
-    for cell in cells:
-        if cell.spans and RunDir(cell.folder).read_submission().get("attended"):
-            spans += cell.spans
+    for point in points:
+        if point.spans and RunDir(point.folder).read_submission().get("attended"):
+            spans += point.spans
     if not any(after[0] < before[1] for before, after in pairwise(sorted(spans))):
         return None
     return (

@@ -94,7 +94,7 @@ def _stream(stream: Any) -> TextIO:
 
 @contextlib.contextmanager
 def outlive_reader(then: Callable[[], object]) -> Generator[None]:
-    """When the reader of our output ends, as `tee` does at Ctrl-C, call `then` and go on; and do
+    """When the reader of our output ends, as `tee` does at Ctrl-C, call `then` and continue; and do
     without lines for which the disk has no room.
     """
     _Output.then.append(then)

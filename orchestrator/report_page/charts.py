@@ -63,19 +63,19 @@ def charts(data: Mapping[str, Any]) -> list[Chart]:
     runs = [run for run in data["runs"] if run["series"]]
     if not runs:
         return []
-    found = [
+    page_charts = [
         _curve(runs, "update", "updates"),
         _curve(runs, "samples", "samples"),
         _curve(runs, "elapsed_s", "time since the run began to train", SECONDS),
     ]
     evaluated = dict.fromkeys(name for run in runs for name in run["evaluations"])
-    found += [_evaluation(runs, name) for name in evaluated if name != "update"]
-    found.append(_time_of_updates(runs[0]) if len(runs) == 1 else _shares(runs))
+    page_charts += [_evaluation(runs, name) for name in evaluated if name != "update"]
+    page_charts.append(_time_of_updates(runs[0]) if len(runs) == 1 else _shares(runs))
     if data["sweep"]:
-        return found + [chart for of in BARS if (chart := _bars(runs, *of))]
+        return page_charts + [chart for of in BARS if (chart := _bars(runs, *of))]
     if len(runs[0]["seconds_of_ranks"]) > 1:
-        found.append(_work_by_rank(runs[0]))
-    return found + ([_memory(runs[0])] if runs[0]["memory"] else [])
+        page_charts.append(_work_by_rank(runs[0]))
+    return page_charts + ([_memory(runs[0])] if runs[0]["memory"] else [])
 
 
 def _chart(

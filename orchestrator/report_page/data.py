@@ -89,41 +89,43 @@ def data_of(path: Path, *others: Path) -> dict[str, Any]:
     """
     paths = [path, *others]
     folders: list[Path] = []
-    for stated in paths:
-        there = find_runs(stated)
+    for root in paths:
+        there = find_runs(root)
         if not there:
-            RunDir(stated).existing()
-            raise RunFolderError(f"there is no run in {stated}")
+            RunDir(root).existing()
+            raise RunFolderError(f"there is no run in {root}")
         folders += [folder for folder in there if folder not in folders]
-    sound: list[tuple[RunDir, dict[str, Any]]] = []
+    readable: list[tuple[RunDir, dict[str, Any]]] = []
     unreadable: list[str] = []
     for folder in folders:
         try:
             run = RunDir(folder).existing()
-            sound.append((run, run.read_submission()))
+            readable.append((run, run.read_submission()))
         except RunFolderError as error:
             unreadable.append(str(error))
-    varying = only_varying([current_overrides(run, s.get("overrides") or []) for run, s in sound])
-    cells: list[SweptRun] = []
+    varying = only_varying(
+        [current_overrides(run, s.get("overrides") or []) for run, s in readable]
+    )
+    points: list[SweptRun] = []
     first: dict[str, Any] = {}  # values of the first run, of which others keep what differs
     changes: list[dict[str, Any]] = []
     runs: list[dict[str, Any]] = []
-    for (run, submission), overrides in zip(sound, varying, strict=True):
+    for (run, submission), overrides in zip(readable, varying, strict=True):
         own = {
-            k: v for k, v in overrides.items() if len(sound) > 1 and _section(k) not in OF_NO_RUN
+            k: v for k, v in overrides.items() if len(readable) > 1 and _section(k) not in OF_NO_RUN
         }
         try:
-            most = max(2, POINTS // len(sound))
+            most = max(2, POINTS // len(readable))
             history = read_metrics(run.metrics)
             curves = Curves(len(history.updates), most)
-            cell = swept_run(run, own, updates=curves.watch(history.updates))
+            point = swept_run(run, own, updates=curves.watch(history.updates))
             config = dict(flat(run.read_config()))
             evaluations = _evaluations(thinned(history.evaluations, most))
-            runs.append(_run(run, cell, submission, curves, evaluations))
+            runs.append(_run(run, point, submission, curves, evaluations))
         except RunFolderError as error:
             unreadable.append(str(error))
         else:
-            cells.append(cell)
+            points.append(point)
             first = first or config
             keys = {**first, **config}
             changes.append({k: config.get(k) for k in keys if config.get(k) != first.get(k)})
@@ -136,26 +138,26 @@ def data_of(path: Path, *others: Path) -> dict[str, Any]:
         unreadable.append(str(error))
     sweep = len(runs) > 1
     unique = len({run["name"] for run in runs}) == len(runs)
-    weights = differences(cells) if sweep else [UNKNOWN]
-    for run, point, difference in zip(runs, names(cells), weights, strict=True):
-        run["point"], run["weights"] = point, difference
+    weights = differences(points) if sweep else [UNKNOWN]
+    for run, label, difference in zip(runs, names(points), weights, strict=True):
+        run["point"], run["weights"] = label, difference
         if not unique:  # charts identify their lines by names
-            run["name"] += f" ({point})"
+            run["name"] += f" ({label})"
     data = {
-        "title": ", ".join(stated.name for stated in paths),
+        "title": ", ".join(root.name for root in paths),
         "path": ", ".join(map(str, paths)),
         "sweep": sweep,
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "runs": runs,
         "figures": [{"key": key, "title": title} for key, title, _ in FIGURES],
-        "metrics": list(dict.fromkeys(name for cell in cells for name in cell.summary.metrics)),
-        "programs": any(cell.plan.get("program") for cell in cells),
+        "metrics": list(dict.fromkeys(name for point in points for name in point.summary.metrics)),
+        "programs": any(point.plan.get("program") for point in points),
         "differing": _differing(first, changes),
         "sentences": [
             *(describe_search(search) if search else ()),
-            *(verdict(pair) for pair in accumulation_pairs(cells)),
-            *filter(None, [timed_concurrently(cells)]),
-            *(sentence for run, _ in sound for sentence in _changed_inputs(run)),
+            *(verdict(pair) for pair in accumulation_pairs(points)),
+            *filter(None, [timed_concurrently(points)]),
+            *(sentence for run, _ in readable for sentence in _changed_inputs(run)),
             *(f"not read: {sentence}" for sentence in unreadable),
         ],
     }
@@ -188,7 +190,7 @@ def _differing(
     changed = dict.fromkeys(key for values in changes for key in values)
     keys = [key for key in {**first, **changed} if key in changed]
     return [
-        {"key": key, "values": [shown(key, one.get(key, first.get(key))) for one in changes]}
+        {"key": key, "values": [shown(key, change.get(key, first.get(key))) for change in changes]}
         for key in keys
         if _section(key) not in OF_NO_RUN
     ]
@@ -212,20 +214,20 @@ def sanitized(value: Any) -> Any:
 
 def _run(
     run: RunDir,
-    cell: SweptRun,
+    point: SweptRun,
     submission: Mapping[str, Any],
     curves: Curves,
     evaluations: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the data of one run."""
-    summary, result = cell.summary, cell.result or {}
+    summary, result = point.summary, point.result or {}
     drawn = curves.rows
     state, why = end_of(run, result) if result.get("state") else (summary.state, None)
     why = describe_end(result) or why or ""
-    overrides = {key: shown(key, value) for key, value in cell.overrides.items()}
+    overrides = {key: shown(key, value) for key, value in point.overrides.items()}
     return {
         "name": short_overrides(overrides) or run.path.name,
-        "folder": str(cell.folder),
+        "folder": str(point.folder),
         "overrides": overrides,
         "state": state,
         "why": why,
@@ -241,8 +243,8 @@ def _run(
         "memory": summary.memory_bytes,
         "time_shares": summary.time_shares,
         "plan": {
-            **{key: _planned(cell.plan.get(key)) for key in PLANNED},
-            "batch_schedule": _planned("; ".join(map(" ".join, stage_rows(cell.plan))) or None),
+            **{key: _planned(point.plan.get(key)) for key in PLANNED},
+            "batch_schedule": _planned("; ".join(map(" ".join, stage_rows(point.plan))) or None),
         },
         "seconds_of_ranks": _of_ranks(result.get("seconds_of_ranks") or {}),
         "restarts": [

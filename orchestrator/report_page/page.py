@@ -135,13 +135,13 @@ def write_report(
     """
     if form not in FORMATS:
         raise UsageError(f"--format={form}: choose one of {', '.join(FORMATS)}")
-    made = FORMATS[form](data_of(path, *others))
+    content = FORMATS[form](data_of(path, *others))
     if output is None and form != "html":
-        sys.stdout.write(made)
+        sys.stdout.write(content)
         return None
     target = output or (Path.cwd() if others else path) / "report.html"
     try:
-        write_atomically(target, made)
+        write_atomically(target, content)
     except OSError as error:
         hint = "" if output else "; name another file with --output"
         raise RunFolderError(f"{target} cannot be written: {error.strerror}{hint}") from error

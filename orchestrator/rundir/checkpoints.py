@@ -167,7 +167,7 @@ def partial_folder(checkpoints: Path, updates: int, writer: int) -> Path:
 
 
 def begin(checkpoints: Path, updates: int, run: str | None) -> Path | None:
-    """Return a new folder to write a checkpoint's files into; None if there is a sound one after
+    """Return a new folder to write a checkpoint's files into; None if there is a valid one after
     so many updates. `commit_checkpoint` comes next.
     """
     final = folder_of(checkpoints, updates)
@@ -395,14 +395,14 @@ def newest(
     contents: bool = True,
     damage: Callable[[Checkpoint], str | None] = lambda _: None,
 ) -> tuple[Checkpoint | None, list[str]]:
-    """Return the newest sound checkpoint (None before the first), and why newer ones were skipped.
+    """Return the newest valid checkpoint (None before the first), and why newer ones were skipped.
 
     Args:
         run, contents: see `load`.
         damage: says in the place of `contents` what is wrong with the files.
 
     Raises:
-        RunFolderError: there are checkpoints, but none is sound: a resume does not start over
+        RunFolderError: there are checkpoints, but none is valid: a resume does not start over
             silently.
     """
     skipped: list[str] = []

@@ -25,14 +25,18 @@ from orchestrator.rundir.files import create_once, read_json, to_json_text, writ
 End = TypeVar("End")
 
 
-def to_blame(ends: Sequence[tuple[End, list[int]]], survived: Sequence[list[int]]) -> list[End]:
-    """Return the ends, each with its members, that an attempt's end can be due to: those that were
-    not survived, or the last ones if all were. One that was survived twice is never to blame.
+def candidate_causes(
+    ends: Sequence[tuple[End, list[int]]], survived: Sequence[list[int]]
+) -> list[End]:
+    """Return the abnormal ends, each with its members, that may have ended the attempt: those that
+    were not survived, or the last ones if all were. One survived twice is never a cause.
 
-    >>> to_blame([("a", [5]), ("b", [3]), ("c", [4])], [[5], [3]])
+    >>> candidate_causes([("a", [5]), ("b", [3]), ("c", [4])], [[5], [3]])
     ['c']
-    >>> to_blame([("a", [5]), ("b", [3])], [[5], [3]]), to_blame([("a", [5])], [[5], [3]])
-    (['b'], [])
+    >>> candidate_causes([("a", [5]), ("b", [3])], [[5], [3]])
+    ['b']
+    >>> candidate_causes([("a", [5])], [[5], [3]])
+    []
     """
     earlier = {member for gone in survived for member in gone}
     last = set(survived[-1]) if survived else set[int]()

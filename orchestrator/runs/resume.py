@@ -266,13 +266,17 @@ def rounding_warning(
     config_changes: list[Change], old: Plan, new: Plan, config: Config
 ) -> str | None:
     """Return a sentence if the rest agrees with an uninterrupted run only up to rounding."""
-    kept = config.accumulation.reduction == old.reduction == "reproducible"
-    same_split = kept or old.split.micro_batches == new.split.micro_batches
+    reproducible = config.accumulation.reduction == old.reduction == "reproducible"
+    same_split = reproducible or old.split.micro_batches == new.split.micro_batches
     split = [] if same_split else ["another split of the batch"]
     causes = split + [change.text for change in config_changes if change.kind is Kind.ROUNDING]
     if not causes:
         return None
-    dropout = "" if kept else ", and random numbers as dropout's are drawn for other micro-batches"
+    dropout = (
+        ""
+        if reproducible
+        else ", and random numbers as dropout's are drawn for other micro-batches"
+    )
     return (
         f"from here on sums are added in another order ({', '.join(causes)}): results agree with "
         f"those of the undisturbed run up to rounding, not in bits{dropout if split else ''}"
@@ -446,8 +450,8 @@ def _with_overrides(
 def _placement(old: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
     """Return the ranks of the run, or those asked for, to which a cluster's file may refer."""
     of_run = {f"cluster.{name}": old["cluster"][name] for name in PLACES}
-    kept = [f"{key}={json.dumps(value)}".replace('"', "") for key, value in of_run.items()]
-    return [*kept, *(text.lstrip("+") for text in overrides if key_of(text) in of_run)]
+    recorded = [f"{key}={json.dumps(value)}".replace('"', "") for key, value in of_run.items()]
+    return [*recorded, *(text.lstrip("+") for text in overrides if key_of(text) in of_run)]
 
 
 def changed_inputs(run: RunDir, resumed: Resumption) -> list[str]:
@@ -512,9 +516,9 @@ def record(run: RunDir, resumed: Resumption, attempt: int, inputs: Sequence[str]
         return
     attempts = run.attempts_made()
     if attempts and run.attempt(attempts - 1).is_dir():
-        kept = run.attempt(attempts - 1) / run.config.name
-        if not kept.exists():
-            write_atomically(kept, read_text(run.config))
+        copy = run.attempt(attempts - 1) / run.config.name
+        if not copy.exists():
+            write_atomically(copy, read_text(run.config))
     run.write_config(to_yaml(resumed.config))
     write_json(run.plan, resumed.plan.to_json())
     cluster = cluster_of(resumed.config)

@@ -21,12 +21,12 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from orchestrator.clusters.api import class_for, class_of
-from orchestrator.config.command_line import CommandLine, check_overrides, key_of, literally
+from orchestrator.config.command_line import CommandLine, check_overrides, key_of, quote_for_hydra
 from orchestrator.config.composer import Composer
 from orchestrator.config.loader import OF_A_SEARCH
 from orchestrator.config.messages import config_errors
 from orchestrator.config.program import is_program
-from orchestrator.config.rules import at_once
+from orchestrator.config.rules import max_concurrent_points
 from orchestrator.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
@@ -93,7 +93,7 @@ class Search:
     def __init__(self, composer: Composer) -> None:
         self.composer = composer
         with config_errors():
-            self.space = space_of(composer.loader.swept(composer.stated))
+            self.space = space_of(composer.loader.swept(composer.explicit_overrides))
         where = composer.run_dir or ""
         if chosen := [a.name for a in self.space.axes if f"${{{a.name}}}" in where]:
             raise ConfigError(
@@ -107,7 +107,7 @@ class Search:
         by_default = self.sweep.objective == "auto" and is_program(point.config.job)
         self.objective = "loss" if by_default else self.sweep.objective
         self.attended = class_for(point.config).attended
-        most = at_once(self.sweep.parallel)
+        most = max_concurrent_points(self.sweep.parallel)
         self.most = most if self.attended else most or TRIALS_ON_A_SCHEDULER
         self.trials = self.sweep.trials or 0
         if self.sweep.search == "grid":
@@ -682,15 +682,17 @@ def run_search(composer: Composer, output: OutputOptions, overrides: Sequence[st
             searcher = Searcher(search, runs, output)
             tell_begun(search.folder, RunDir(search.folder).sweep_log)
             searcher.run(overrides)
-            count, left = interrupts.count, len(runs.followed)
+            count, active = interrupts.count, len(runs.followed)
         print_search(searcher.table, output.console)
         say(output.console, f"the search's folder: {search.folder}")
         states = [trial["state"] for trial in searcher.table["trials"]]
         if "open" in states or len(states) < search.trials:
-            if left:
-                go = "goes on by itself" if left == 1 else "go on by themselves"
-                end = f"to end {'it' if left == 1 else 'them'}: {command('cancel', search.folder)}"
-                say(output.console, f"{plural(left, 'trial')} {go}; {end}", "bold")
+            if active:
+                go = "goes on by itself" if active == 1 else "go on by themselves"
+                end = (
+                    f"to end {'it' if active == 1 else 'them'}: {command('cancel', search.folder)}"
+                )
+                say(output.console, f"{plural(active, 'trial')} {go}; {end}", "bold")
             say(output.console, f"to go on: {command('resume', search.folder)}", "bold")
             return EXIT_INTERRUPTED if count > 1 else EXIT_STOPPED
         return EXIT_FINISHED if "complete" in states else EXIT_FAILED
@@ -709,9 +711,9 @@ def resume_search(
     if not line:
         raise RunFolderError(f"{search.search} does not say which line the search is of")
     keys = {key_of(override) for override in (*overrides, "run.dir=", "sweep.force=")}
-    kept = [override for override in line["overrides"] if key_of(override) not in keys]
+    inherited = [override for override in line["overrides"] if key_of(override) not in keys]
     resumed = CommandLine(
-        overrides=(*kept, *overrides, f"run.dir={literally(str(folder))}"),
+        overrides=(*inherited, *overrides, f"run.dir={quote_for_hydra(str(folder))}"),
         config_dir=line["config_dir"] if config_dir is None else str(stated_folder(config_dir)),
         config_name=line["config_name"],
         multirun=True,

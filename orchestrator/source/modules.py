@@ -110,7 +110,7 @@ def loaded_files(folder: Path) -> dict[str, Path]:
     """
     below = os.path.join(folder, "")  # noqa: PTH118  # paths are slow for 2,000 modules
     files: dict[str, Path] = {}
-    for name, module in list(sys.modules.items()):
+    for name, module in list(sys.modules.items()):  # a copy: other threads may import
         file = getattr(module, "__file__", None)
         if not file or name.partition(".")[0] == PACKAGE.name:
             continue

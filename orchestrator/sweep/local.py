@@ -20,7 +20,7 @@ from rich.console import Console
 from orchestrator.agent.local_nodes import import_ahead
 from orchestrator.agent.processes import fork, name_process
 from orchestrator.clusters.api import Share, cluster_of
-from orchestrator.config.rules import at_once
+from orchestrator.config.rules import max_concurrent_points
 from orchestrator.config.schema import Config
 from orchestrator.errors import EXIT_FAILED, EXIT_FINISHED, OrchestratorError, describe_status
 from orchestrator.machine import Machine, free_memory_bytes
@@ -336,11 +336,11 @@ def run_here(tasks: Sequence[PointTask], output: OutputOptions) -> dict[Path, Po
                 say(output.console, f"{names[path]}: {result.refusal}", "bold red")
             elif not alone and not (output.quiet and good):  # alone, it has shown that itself
                 counts = f"{len(queue.running)} running, {len(waiting)} waiting"
-                left = counts if queue.running or waiting else "the last"
+                rest = counts if queue.running or waiting else "the last"
                 style = "green" if good else "bold red"
                 say(
                     output.console,
-                    f"{names[path]}: {describe_outcome(result.task.run)} ({left})",
+                    f"{names[path]}: {describe_outcome(result.task.run)} ({rest})",
                     style,
                 )
 
@@ -350,7 +350,7 @@ def most_at_once(configs: Sequence[Config], output: OutputOptions) -> int | None
     speed, since their times are compared.
     """
     first, *others = configs
-    most = at_once(first.sweep.parallel)
+    most = max_concurrent_points(first.sweep.parallel)
     unlike = [n for n in TIMED if any(getattr(c, n) != getattr(first, n) for c in others)]
     if most is not None or not unlike:
         return most

@@ -171,5 +171,5 @@ def _print_tasks(tasks: Sequence[PointTask], console: Console) -> None:
             str(_row_of(task)["nodes"]),
         )
     console.print(table)
-    left = sum(task.action in (Action.START, Action.RESUME) for task in tasks)
-    say(console, f"{plural(left, 'point')} of {len(tasks)} to run")
+    count = sum(task.action in (Action.START, Action.RESUME) for task in tasks)
+    say(console, f"{plural(count, 'point')} of {len(tasks)} to run")

@@ -14,7 +14,7 @@ from typing import Any
 
 from orchestrator.clusters.api import class_of
 from orchestrator.config.changes import changes, flat
-from orchestrator.config.rules import at_once
+from orchestrator.config.rules import max_concurrent_points
 from orchestrator.config.schema import Config, plain
 from orchestrator.errors import ClusterError, Interrupted, NotNow, RunFolderError, UsageError
 from orchestrator.plugins import CLUSTERS
@@ -360,7 +360,7 @@ def submit(tasks: Sequence[PointTask], output: OutputOptions) -> None:
     """
     with interrupts, read_once():
         runs = _prepare_all(tasks, OutputOptions(console=output.console, quiet=True))
-        most = at_once(tasks[0].point.config.sweep.parallel)
+        most = max_concurrent_points(tasks[0].point.config.sweep.parallel)
         for kind in sorted({ready.config.cluster.kind for ready in runs}):
             members = [(r.cluster, r.request) for r in runs if r.config.cluster.kind == kind]
             try:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from orchestrator.clusters.api import class_of, cluster_of
-from orchestrator.config.command_line import literally
+from orchestrator.config.command_line import quote_for_hydra
 from orchestrator.config.composer import compose
 from orchestrator.engine.conformance import expect
 from orchestrator.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_STOPPED
@@ -54,7 +54,7 @@ class Started:
         self.run, self.signs = RunDir(folder / "run"), folder / "signs"
         self.signs.mkdir(exist_ok=True)
         self._output = folder / "output"
-        run_dir = f"run.dir={literally(str(self.run.path))}"
+        run_dir = f"run.dir={quote_for_hydra(str(self.run.path))}"
         where = ("cluster.nodes=2", "cluster.ranks_per_node=1", run_dir)
         self._command("orchestrator.launch", *cluster, *where, "run.watch=true", *more)
 

@@ -368,7 +368,7 @@ def agreed_survival(config: Config, job: Any, group: Group) -> Config:
     on = planned_survival(config).on and group.size > 1
     if config.run.survive is None and on:
         talks = bool(getattr(job, "talks_in_window", False))
-        refusal = next(interrupt_refusals(group.transport, talks=talks, stated=False), None)
+        refusal = next(interrupt_refusals(group.transport, talks=talks, explicit=False), None)
         if refusal and group.rank == 0:
             warn(f"{OFF}{refusal}")
         on = refusal is None

@@ -191,7 +191,7 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
             try:
                 if membership is None:
                     raise
-                membership.go_on(error, progress)
+                membership.continue_training(error, progress)
                 progress.evaluating = False
             except Evicted:  # the others continue
                 raise

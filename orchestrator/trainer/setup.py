@@ -125,7 +125,7 @@ class Training:
     in_boundary: bool = False
 
     def restore(self, rank: int) -> bool:
-        """Load the newest sound checkpoint, if any; return whether there is one. Collective."""
+        """Load the newest valid checkpoint, if any; return whether there is one. Collective."""
         position = self.checkpoints.restore(rank)
         if position is not None:
             self.progress.updates, self.progress.samples = position
@@ -464,7 +464,7 @@ def _set_up(worker: WorkerProcess) -> Training:
 
 
 def _refuse_other_data(run: RunDir, before: Mapping[str, Any], planned: Plan) -> None:
-    """Raise `JobError` if a run goes on with data that the plan `before` was not made for."""
+    """Raise `JobError` if a run continues with data that the plan `before` was not made for."""
     resumes = run.read_resumes()
     if resumes and resumes[-1].get("changed_inputs"):
         return

@@ -1,4 +1,4 @@
-"""Training on after a loss: a worker's part in the next generation of ranks, and its messages."""
+"""Training after a loss: a worker's part in the next generation of ranks, and its messages."""
 
 from __future__ import annotations
 
@@ -65,9 +65,10 @@ def modules_of(job: Any) -> dict[str, str]:
 
 
 # ----------------------------------------------------------------------
-# A worker's part in training on after losses, and with replacements.
+# A worker's part in training after losses, and with replacements.
 
 MARGIN_S = 3.0
+"""From a loss until its generation is here, besides the time until the loss is noticed."""
 POLL_S = 0.2
 MOST_TRIES = 3
 """Losses in one update that are survived; one more is probably caused by the update itself."""
@@ -83,7 +84,7 @@ class Generation:
 
 
 class GroupMembership(Callback):
-    """One worker's part in training on without lost ranks. `begin` or `join` comes first.
+    """One worker's part in training without lost ranks. `begin` or `join` comes first.
 
     The coordinator decides the generations. The link's threads receive them, and interrupt the main
     thread, which may wait for a lost rank.
@@ -126,9 +127,9 @@ class GroupMembership(Callback):
         self._least_nodes = 1 if isinstance(cluster.nodes, int) else node_range(cluster.nodes)[0]
         self._silence_s = min(cluster.heartbeat_timeout_s, SILENCE_S)
         self._record = GenerationRecord(spec.folder)
-        self._changed = threading.Condition()  # of what messages set:
+        self._changed = threading.Condition()  # of the next four, which messages set
         self._latest = Generation(-1, (), time.monotonic())
-        self._why: list[str] = []  # the newest ranks were lost
+        self._why: list[str] = []  # reasons for losses since the last change of the group
         self._left = False  # no generation follows
         self._newcomers_wait = False
         self._interrupt: Callable[[], None] = lambda: None
@@ -143,6 +144,7 @@ class GroupMembership(Callback):
     # ------------------------------------------------------------------ the link's threads
 
     def _receive(self, message: Mapping[str, Any]) -> None:
+        # Without the lock, since no other thread writes `_latest`.
         newer = message.get("generation", -1) > self._latest.number
         with self._changed:
             if newer:
@@ -153,7 +155,7 @@ class GroupMembership(Callback):
             self._left = self._left or message.get("left", False)
             self._newcomers_wait = message.get("newcomers", self._newcomers_wait)
             self._changed.notify_all()
-        if newer and self._latest.number > 0:
+        if newer and self._latest.number > 0:  # 0 is the beginning, which breaks nothing off
             self._interrupt()
 
     def interrupt(self) -> None:
@@ -167,6 +169,7 @@ class GroupMembership(Callback):
         only remaining worker holds the run's only state, so it waits on.
         """
         wait, latest = waiting.under_way() if waiting.waits() else None, self._latest
+        # A generation that the main thread has joined, or that was reported, is no reason.
         if wait is None or latest.number <= max(self._generation, self._reported):
             return
         since, awaited = wait
@@ -186,7 +189,7 @@ class GroupMembership(Callback):
 
     def begin(self, job: Any, group: Any) -> None:
         """Take part from the attempt's beginning, once the engine is built. Collective."""
-        self._interrupt = group.interrupt
+        self._interrupt = group.interrupt  # before a loss can be one that others survive
         self._link.send_event("begins", code=modules_of(job))
         with for_others("the others to begin"), self._changed:
             self._changed.wait_for(lambda: self._latest.number >= 0)
@@ -199,6 +202,7 @@ class GroupMembership(Callback):
             Evicted: the others' code differs from this worker's, or the run ends, or is asked to
                 stop, before this worker is let in.
         """
+        # From the record itself, since messages about generations leave the digests out.
         first = self._record.read(0)
         assert first is not None  # noqa: S101  # written before the first rank can be replaced
         then, now = first["code"], modules_of(job)
@@ -214,10 +218,11 @@ class GroupMembership(Callback):
                     raise Evicted("the run is to stop, and this rank was not let in yet")
                 self._changed.wait(POLL_S)
             newer = self._latest
-        self._why.clear()
+        self._why.clear()  # those were losses of the others
+        # As if it had trained with the others until now: `newer` is then a change like any other.
         self._members = tuple(member for member in newer.members if member != self._me)
         self._generation = newer.number - 1
-        self.go_on(PeerLost("this rank takes its place again"), progress)
+        self.continue_training(PeerLost("this rank takes its place again"), progress)
 
     def on_micro_step(self, update: int, done: int, steps: int) -> None:
         """Leave the window when there is a newer generation; before the boundary, which informs
@@ -251,15 +256,15 @@ class GroupMembership(Callback):
 
     def grow(self, progress: TrainingProgress) -> None:
         """Continue with newcomers, after a boundary that announced them to all ranks. Collective;
-        raises as `go_on`.
+        raises as `continue_training`.
         """
         self._engine.before_growth()
         self._link.send_event("ready", generation=self._generation, updates=progress.updates)
         with for_others("newcomers to be let in"):
             self._await_newer(self._spec.collective_timeout_s)
-        self.go_on(PeerLost("newcomers are let in"), progress)
+        self.continue_training(PeerLost("newcomers are let in"), progress)
 
-    def go_on(self, error: PeerLost, progress: TrainingProgress) -> None:
+    def continue_training(self, error: PeerLost, progress: TrainingProgress) -> None:
         """Form the next group with the ranks that are left, and bring `progress` to where the most
         advanced of them is. Collective among these.
 
@@ -284,10 +289,10 @@ class GroupMembership(Callback):
                         f"rank {self._spec.rank} was silent for {self._silence_s:g} s, and the "
                         f"others have continued without it (generation {newer.number})"
                     ) from error
-                noticed = noticed or newer.noticed
+                noticed = noticed or newer.noticed  # of the first, if more losses follow
                 try:
                     lost = self._join(newer, progress)
-                except Unrecoverable:
+                except Unrecoverable:  # a PeerLost, too, but a further try does not help
                     raise
                 except (PeerLost, RendezvousError, StopRequested) as again:
                     error = again if isinstance(again, PeerLost) else PeerLost(str(again))
@@ -323,7 +328,7 @@ class GroupMembership(Callback):
         self.rank, self.size = rank, size
         own_update = None
         if (done := progress.done) is not None:
-            own_update = {
+            own_update = {  # as text for every rank that is behind, so without indices and losses
                 "window": asdict(replace(done.window, micro_batches=(), order=None)),
                 "report": asdict(replace(done.report, losses=())),
                 "seconds": done.seconds,
@@ -332,7 +337,7 @@ class GroupMembership(Callback):
         try:
             other_update = self._engine.catch_up(group, progress.updates, json.dumps(own_update))
         except StateLost as lost:
-            self._engine.regroup(group)
+            self._engine.regroup(group)  # loading a checkpoint is collective in the new group
             if (taken_back := self._go_back(rank)) is None:
                 raise self._unrecoverable(f"{lost}, and there is no checkpoint yet") from lost
             return taken_back
@@ -363,7 +368,7 @@ class GroupMembership(Callback):
         thread = threading.Thread(target=form, name="forming", daemon=True)
         thread.start()
         while not results:
-            thread.join(0.005)
+            thread.join(0.005)  # short: all ranks wait for the last one that forms the group
             if not results and spec.stop_requested():
                 raise PeerLost("one more rank is gone")
         if isinstance(results[0], Exception):
@@ -400,6 +405,7 @@ class GroupMembership(Callback):
             back = {} if lost is None else {"lost_updates": lost}
             ended = {"redone": 0} if over or evaluating else {}
             change["survived"] = {**facts, "gone": gone, "why": why, **back, **ended}
+            # Losses count from 1 again once an update is done.
             tries = 1 + self._tries[1] * (self._tries[0] == progress.updates)
             self._tries = (progress.updates, tries)
             if tries > MOST_TRIES:

@@ -195,6 +195,6 @@ class WorkerProcess:
             excluded=isinstance(error, Excluded),
             traceback="".join(traceback.format_exception(error))[-MOST_OF_TRACEBACK:],
         )
-        if not isinstance(error, Evicted):  # the others go on
+        if not isinstance(error, Evicted):  # the others continue
             write_failure(self.run, self.attempt, self.failure)
         return error.exit_code if isinstance(error, OrchestratorError) else EXIT_FAILED

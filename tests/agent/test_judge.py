@@ -38,7 +38,7 @@ class Judged:
         if not silent:
             self.received = self.now
         position = {"stood_s": self.received - self.since, **self.position}
-        return self.judge.look(
+        return self.judge.observe(
             self.now,
             RankPosition(**position),
             self.now - self.received,
@@ -153,7 +153,7 @@ class JudgedProgram:
             self.lines += bool(every) and second % every == 0
             work = Work(self.processor, 0)
             waits = int(self.now) if wakes else 0
-            found.append(self.judge.look(self.now, (self.lines,), work, done=done, waits=waits))
+            found.append(self.judge.observe(self.now, (self.lines,), work, done=done, waits=waits))
         return changes(found)
 
 

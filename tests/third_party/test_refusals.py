@@ -25,18 +25,18 @@ BASES = {
 
 @pytest.fixture
 def registered(tmp_path, monkeypatch):
-    """Install `theirs`, whose class for a seam is made of a source."""
+    """Install `theirs`, whose class for a kind is made of a source."""
     folder = tmp_path / "theirs"
     folder.mkdir()
     monkeypatch.syspath_prepend(folder)
 
-    def register(seam, source, name="theirs", package="theirs"):
+    def register(kind, source, name="theirs", package="theirs"):
         info = folder / f"{package}-1.2.dist-info"
         info.mkdir(exist_ok=True)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.2\n")
-        module, base = BASES[seam.key].rsplit(".", 1)
+        module, base = BASES[kind.key].rsplit(".", 1)
         (folder / "theirs.py").write_text(f"from {module} import {base}\n{source}\n")
-        (info / "entry_points.txt").write_text(f"[{seam.group}]\n{name} = theirs:Theirs\n")
+        (info / "entry_points.txt").write_text(f"[{kind.group}]\n{name} = theirs:Theirs\n")
         sys.modules.pop("theirs", None)
         return folder
 

@@ -222,15 +222,15 @@ def retry_unanswered(
             return action()
         except SchedulerDown as error:
             waited = time.monotonic() - began
-            left = patience_s - waited
-            if left <= 0:
+            remaining_s = patience_s - waited
+            if remaining_s <= 0:
                 raise NotNow(f"{error}\n{undone}, though tried for {waited:.0f} s") from error
             try:
-                limit = "" if left == math.inf else f" for up to {left:.0f} s"
+                limit = "" if remaining_s == math.inf else f" for up to {remaining_s:.0f} s"
                 tell(f"{error}; trying again{limit}")
             except Interrupted as ended:
                 raise NotNow(f"{error}\n{undone}: {ended}") from error
-            time.sleep(min(pause, left))
+            time.sleep(min(pause, remaining_s))
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
@@ -449,13 +449,15 @@ def _job_list(ids: Collection[str]) -> str:
     arrays: dict[str, list[str]] = {}
     for job in ids:
         arrays.setdefault(job.partition("_")[0], []).append(job)
-    return ",".join(array if len(found) > 1 else found[0] for array, found in arrays.items())
+    return ",".join(
+        array if len(elements) > 1 else elements[0] for array, elements in arrays.items()
+    )
 
 
 def queued(client: SlurmClient, ids: Collection[str]) -> dict[str, Job]:
     """Return these jobs by squeue. Raises `SchedulerDown`."""
-    found = read_queue(client.run(*QUEUE, "-j", _job_list(ids)))
-    return {job: found[job] for job in ids if job in found}
+    jobs = read_queue(client.run(*QUEUE, "-j", _job_list(ids)))
+    return {job: jobs[job] for job in ids if job in jobs}
 
 
 def elements_of(client: SlurmClient, job: str) -> list[Job]:
@@ -519,10 +521,10 @@ def accounted_scripts(client: SlurmClient, user_id: int, *, since: float) -> lis
         SchedulerDown: there is accounting, but it does not answer.
     """
     start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since - 86400))
-    found: list[tuple[str, str]] = []
+    scripts: list[tuple[str, str]] = []
     answer = _accounting(client, "-u", str(user_id), "-S", start, "-o", "JobID,SubmitLine")
     for job, submitted in _rows("sacct", answer, 2):
         _, _, script = submitted.partition("sbatch --parsable ")
         if script:
-            found.append((job.partition("_")[0], script))
-    return found
+            scripts.append((job.partition("_")[0], script))
+    return scripts

@@ -135,16 +135,16 @@ def is_ours(run: RunDir, job: Job) -> bool:
 
 def _await_end(client: SlurmClient, jobs: Mapping[RunDir, Job]) -> None:
     """Wait for jobs to end that have not begun, and so have no batch script to write their end."""
-    left = dict(jobs)
+    pending = dict(jobs)
     deadline = time.monotonic() + CANCEL_S
-    while left and time.monotonic() < deadline:
-        known = queued(client, [job.id for job in left.values()])
-        for run, job in list(left.items()):
+    while pending and time.monotonic() < deadline:
+        known = queued(client, [job.id for job in pending.values()])
+        for run, job in list(pending.items()):
             if job.id not in known or not known[job.id].alive:
                 with contextlib.suppress(OSError):  # a full disk: `status` writes it later
                     write_result(run, State.STOPPED)
-                del left[run]
-        if left:
+                del pending[run]
+        if pending:
             time.sleep(POLL_S)
 
 

@@ -205,11 +205,11 @@ def _flags(section: str, flags: Mapping[str, Any], own: Sequence[str]) -> Iterat
     for name, value in flags.items():
         key = f"{section}.{name!s}" if str(name).isprintable() else section
         # An option may be shortened (--wra is --wrap), so a prefix of one of ours is ours, too.
-        ours = [o for o in own if o.startswith(str(name)) and str(name) not in WHOLE_OPTIONS]
+        own_options = [o for o in own if o.startswith(str(name)) and str(name) not in WHOLE_OPTIONS]
         if not FLAG.fullmatch(str(name)):
             yield f"{key} must be a long option of {command} without dashes in front, as in hint"
-        elif ours:
-            reason = INSTEAD.get(min(ours, key=len), "the batch script decides it")
+        elif own_options:
+            reason = INSTEAD.get(min(own_options, key=len), "the batch script decides it")
             yield f"{key} cannot be set: {reason}"
         elif isinstance(value, str):
             yield from _plain(key, value)

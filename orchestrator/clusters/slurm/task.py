@@ -59,8 +59,8 @@ def set_nodes(folder: Path) -> None:
     """
     index = os.environ.get(NODE_VARIABLE)
     if index is None:
-        for ours in ("NUM_NODES", "NODELIST"):
-            os.environ[f"SLURM_JOB_{ours}"] = os.environ[f"SLURM_STEP_{ours}"]
+        for name in ("NUM_NODES", "NODELIST"):
+            os.environ[f"SLURM_JOB_{name}"] = os.environ[f"SLURM_STEP_{name}"]
         return
     run, attempt = RunDir(folder), attempt_of(os.environ)
     files = sorted(run.attempt(attempt).glob(run.node_ranks(attempt, 0).name.replace("0", "?")))

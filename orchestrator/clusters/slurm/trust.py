@@ -59,10 +59,10 @@ def remember(conf: str) -> None:
     real = Path(os.path.realpath(expand_user(conf)))
     if is_trusted(real):
         return
-    kept = sorted(path for path in {*_remembered(), str(real)} if Path(path).is_file())
+    paths = sorted(path for path in {*_remembered(), str(real)} if Path(path).is_file())
     try:
         _memory().parent.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
-        write_atomically(_memory(), "".join(f"{path}\n" for path in kept))
+        write_atomically(_memory(), "".join(f"{path}\n" for path in paths))
     except OSError as error:
         raise ClusterError(
             f"cluster.slurm_conf={conf} cannot be noted in {_memory()} ({error.strerror}); "

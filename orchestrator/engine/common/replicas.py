@@ -1,7 +1,7 @@
 """Detection of weights that differ between ranks: each update checks a part of the model.
 
 Ranks start alike and apply the same update, so they stay alike; unless something changes weights on
-one of them only. Nothing would show that: gradients are averaged, the loss goes on falling, and
+one of them only. Nothing would show that: gradients are averaged, the loss keeps falling, and
 rank 0's weights are saved for all ranks. So a digest of one *partition* of the weights travels with
 each boundary's reduction (`Trailer.add_digest`), another partition in each update, and all of
 them are compared before a checkpoint and at the end. Where digests differ, all ranks raise the same

@@ -243,7 +243,7 @@ class Accumulator:
             self._replica_checker = replica_checker(named, replicate_group, ranks)
         # If one copy spans all ranks, FSDP uses this group in each micro-step: it is not silent.
         silent = options.silent and (not self.fully_sharded or replicate_group.size > 1)
-        options = replace(options, silent=silent)
+        options = replace(options, silent=silent)  # `self.options` stays what the user set
         self._window = WindowState(self.model, named, trained, optimizer, group, options)
         self._losses: list[Any] = []  # weight, total and metrics of each micro-step
         self._tracker: MicroBatchTracker | None = None
@@ -259,7 +259,7 @@ class Accumulator:
         # They would refuse the backwards of the next one, if this one is dropped in mid-window.
         weakref.finalize(self, self._hooks.remove).atexit = False
         self._may_step = False  # the optimizer may step now
-        itself = weakref.ref(self)
+        itself = weakref.ref(self)  # the hook would keep this alive as long as the optimizer
 
         def refuse_other_steps(*_: Any) -> None:
             living = itself()
@@ -341,7 +341,8 @@ class Accumulator:
         self._reduction.begin(leaves)
         self._losses.clear()
         self.padding = False
-        self._used.mine[:] = bytes(len(self._used.mine))  # no parameter is used yet
+        # No parameter is used yet. In place, since the buffers write into the same array.
+        self._used.own[:] = bytes(len(self._used.own))
         self.clock.begin()
         self._window.error_breaks = ""
 
@@ -368,9 +369,11 @@ class Accumulator:
             with self.clock.compute:
                 row = checked_loss(loss, self.options.metric_names)
                 self._check_mean(loss)
+                # Its backward runs for the collectives of FSDP in it, and changes no gradient.
                 if self.padding:
                     row = [0.0] * len(row)
                 self._window.begin_micro_step(last=last)
+                # Tensors, read at the boundary: reading one here would wait for the device.
                 self._losses += row
                 # With several windows open, ranks would start their buckets in different orders.
                 early = last and not self._window.overlaps
@@ -496,10 +499,12 @@ class Accumulator:
                 self._begin(implied_by="boundary()")
             agreed = {**self._window.end(), "expected_weight": self._expected_weight}
             update, scale = self._window.update, self.precision.scale
+            # What the ranks sent since this window began may be another window's boundary.
             mark = self.group.mark() if self._window.overlaps else self._window.mark
             with self.clock.compute:  # the device may still be computing
                 self._reduction.buffers.complete()
                 numbers, width = to_floats(self._losses), 2 + len(names)
+                # Travels with the gradients, so that ranks agree without a collective of its own.
                 trailer = Trailer.from_losses(numbers, len(names))
             with self.clock.wait:
                 trailer.flags[STOP] = int(stop)
@@ -513,6 +518,7 @@ class Accumulator:
                 if self._parts is not None:
                     totals, summed_norm = self._parts.join(update, totals, summed_norm)
             with self.clock.optimize:
+                # Before the step, which divides and clips in place.
                 digest = None
                 if self.options.reduction == "reproducible":  # the same bits on all ranks
                     digest = gradient_digest(self.buffers.flat_grads)
@@ -551,7 +557,7 @@ class Accumulator:
         Returns:
             The averaged gradient's norm; None where the update is skipped.
         """
-        found = self._policy.decide(
+        decision = self._policy.decide(
             update,
             totals,
             trailer,
@@ -559,16 +565,17 @@ class Accumulator:
             self._reduction.non_finite,
             divided_by=self._expected_weight,
         )
-        if found is None:
+        if decision is None:
             return None
-        norm, factor = found
+        norm, factor = decision
         # Holds the summed gradient that this rank's optimizer steps on: its segments, or all of it.
         local = self._shard or self._reduction.buffers
-        if factor != 1.0:
+        if factor != 1.0:  # else a pass over all gradients is saved
             for gradient in local.flat_grads:
                 gradient.mul_(factor)
+        # A parameter that no rank used keeps its weight and state, as without accumulation.
         unused = self._used.unused(totals)
-        if len(unused) == len(self._used.mine):
+        if len(unused) == len(self._used.own):
             raise JobError(
                 f"no gradient reached any parameter in update {update}, on any rank: were the "
                 "losses computed by another model, or by a copy of this one?"
@@ -582,7 +589,7 @@ class Accumulator:
                 self._may_step = False
         self.precision.succeeded()
         if self._shard is not None:
-            with self.clock.wait:
+            with self.clock.wait:  # for the slowest rank's step
                 self._shard.gather_weights()
         if self.fully_sharded is not None:
             self.fully_sharded.reshard()
@@ -619,22 +626,22 @@ class Accumulator:
         """True if this rank holds a part of the optimizer's state only."""
         return self._shard is not None or self.fully_sharded is not None
 
-    def optimizer_state(self, left: BaseGroup | None = None) -> dict[str, Any] | None:
+    def optimizer_state(self, survivors: BaseGroup | None = None) -> dict[str, Any] | None:
         """Return the optimizer's `state_dict()`, put together from all ranks' where it is sharded.
 
         Collective where it is sharded; it is on the CPU then, and None but on rank 0.
 
         Args:
-            left: ranks of the group that are left: all of them get the state.
+            survivors: ranks of the group that are left: all of them get the state.
 
         Raises:
-            StateLost: on all ranks; `left` lacks a rank of the group, and thus its shard.
+            StateLost: on all ranks; `survivors` lacks a rank of the group, and thus its shard.
         """
         if self.fully_sharded is not None:
             return self.fully_sharded.whole_state(self.optimizer, keep=self.group.rank == 0)
         if self._shard is None:
             return self.optimizer.state_dict()
-        return self._shard.whole_state(left)
+        return self._shard.whole_state(survivors)
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         """Take what `optimizer_state` gave, on however many ranks, sharded or not. Not collective.

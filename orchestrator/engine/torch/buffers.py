@@ -97,16 +97,16 @@ def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     return hasattr(tensor, "_local_tensor")
 
 
-def shard_like(whole: Tensor, held: Tensor) -> Tensor:
-    """Return this rank's part of a whole tensor, sharded as `held`; `whole` if that is no DTensor,
+def shard_like(whole: Tensor, live: Tensor) -> Tensor:
+    """Return this rank's part of a whole tensor, sharded as `live`; `whole` if that is no DTensor,
     or has another shape, or if `whole` is in shards already.
     """
-    if not is_sharded(held) or whole.shape != held.shape or is_sharded(whole):
+    if not is_sharded(live) or whole.shape != live.shape or is_sharded(whole):
         return whole
     from torch.distributed.tensor import distribute_tensor  # takes a second to import
 
     return distribute_tensor(
-        whole.to(held.device), held.device_mesh, held.placements, src_data_rank=None
+        whole.to(live.device), live.device_mesh, live.placements, src_data_rank=None
     )
 
 
@@ -563,12 +563,12 @@ class UsedParameters:
     """The sets of used parameters of one rank and, by agreement, of all.
 
     Attributes:
-        mine: 1 for each parameter that had a gradient on this rank in this window.
+        own: 1 for each parameter that had a gradient on this rank in this window.
         exchanges: collectives of the latest window in which ranks exchanged their sets.
     """
 
-    def __init__(self, mine: bytearray, group: BaseGroup) -> None:
-        self.mine, self._group = mine, group
+    def __init__(self, own: bytearray, group: BaseGroup) -> None:
+        self.own, self._group = own, group
         self._exchanged: bytes | None = None
         self._unused_anywhere: list[int] = []
         self.exchanges = 0
@@ -576,8 +576,8 @@ class UsedParameters:
     def flag(self, trailer: Trailer) -> None:
         """Write into the trailer what the other ranks need for `unused`."""
         self.exchanges = 0
-        trailer.flags[USES_ALL] = int(0 not in self.mine)
-        trailer.flags[USES_CHANGED] = int(bytes(self.mine) != self._exchanged)
+        trailer.flags[USES_ALL] = int(0 not in self.own)
+        trailer.flags[USES_CHANGED] = int(bytes(self.own) != self._exchanged)
 
     def unused(self, totals: Trailer) -> list[int]:
         """Return the numbers of the parameters that no rank used. Collective; silent unless sets
@@ -586,8 +586,8 @@ class UsedParameters:
         if totals.flags[USES_ALL]:
             return []
         if totals.flags[USES_CHANGED]:
-            self._exchanged = bytes(self.mine)
-            counts = torch.tensor(list(self.mine), dtype=torch.int32, device=self._group.device)
+            self._exchanged = bytes(self.own)
+            counts = torch.tensor(list(self.own), dtype=torch.int32, device=self._group.device)
             self._group.all_reduce_sum(counts)
             self.exchanges = int(self._group.size > 1)
             self._unused_anywhere = [n for n, count in enumerate(counts.tolist()) if not count]

@@ -52,6 +52,7 @@ def check_arguments(model: Any, group: Any, options: AccumulationOptions) -> lis
     if isinstance(model, Module):
         return model
     expected = "model must be a torch.nn.Module, or its parameters (with or without names)"
+    # Both can be iterated over, and would give letters and names.
     if isinstance(model, (str, Mapping)) or not isinstance(model, Iterable):
         raise ConfigError(f"{expected}; but it is {_describe(model)}")
     items: list[Any] = list(cast("Iterable[Any]", model))
@@ -79,6 +80,7 @@ def finite_float(name: str, value: Any, *, least: str = "0 or more") -> float:
 
 def _is_number(value: Any) -> bool:
     plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    # bool is a Real to Python, but `clip_norm=True` is a mistake.
     return False if isinstance(plain, bool) else isinstance(plain, Real)
 
 
@@ -111,6 +113,7 @@ def check_supported(
     if isinstance(model, Module):
         named = list(model.named_parameters())
         for name, layer in model.named_modules():
+            # A subclass of the wrapper reduces by itself, too.
             for kind in type(layer).__mro__:
                 if kind.__name__ in _REDUCES_ITSELF and kind.__module__.startswith("torch."):
                     where = f"layer {name}" if name else "the model"
@@ -137,6 +140,7 @@ def check_supported(
             raise ConfigError(f"parameter {name} {reason}")
     kind = type(optimizer).__name__
     stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    # By identity: equal numbers may well be another model's.
     for parameter in stepped:
         if parameter.requires_grad and id(parameter) not in parameters_by_id:
             raise ConfigError(
@@ -193,6 +197,7 @@ def _unsupported_reason(parameter: Any, *, by_fsdp: bool) -> str | None:
             "shard_optimizer=True say, or one that fully_shard() has sharded"
         )
         return None if by_fsdp else unsharded
+    # One that dispatches by itself may keep its numbers elsewhere, as quantized weights do.
     plain: Any = torch.nn.Parameter
     if type(parameter).__torch_dispatch__ is not plain.__torch_dispatch__:
         kind = type(parameter).__name__
@@ -258,7 +263,7 @@ def mean_refusal(loss: Loss) -> str:
     """
     total: Any = loss.total
     means = averaged_by(total.grad_fn)
-    weight = float(loss.weight) if means else 0.0
+    weight = float(loss.weight) if means else 0.0  # waits for the device, so only if need be
     if not means or weight in (1.0, float(len(means))):
         return ""
     return (

@@ -83,7 +83,7 @@ def processor() -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions of libraries and devices. Equal facts, equal bits."""
-    found: dict[str, str] = {
+    facts: dict[str, str] = {
         "torch": torch.__version__,
         "threads": str(torch.get_num_threads()),
         "cpu": processor(),
@@ -92,24 +92,24 @@ def versions() -> dict[str, str]:
     }
     for name in ("cuda", "hip"):
         if version := getattr(torch.version, name):
-            found[name] = version
+            facts[name] = version
     for name in _KERNEL_VARIABLES:
         if name in os.environ:
-            found[name] = os.environ[name]
+            facts[name] = os.environ[name]
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
-        found["gpu"] = f"{gpu.name} {gpu.major}.{gpu.minor} {gpu.multi_processor_count}"
-        found["cudnn"] = str(torch.backends.cudnn.version())
+        facts["gpu"] = f"{gpu.name} {gpu.major}.{gpu.minor} {gpu.multi_processor_count}"
+        facts["cudnn"] = str(torch.backends.cudnn.version())
         internals: Any = getattr(torch, "_C")  # noqa: B009
-        found["driver"] = str(internals._cuda_getDriverVersion())  # noqa: SLF001  # no public name
+        facts["driver"] = str(internals._cuda_getDriverVersion())  # noqa: SLF001  # no public name
         cuda: Any = torch.backends.cuda
         kernels = ("flash", "mem_efficient", "math", "cudnn")
         enabled = [name for name in kernels if getattr(cuda, f"{name}_sdp_enabled")()]
-        found["attention"] = " ".join(enabled)
+        facts["attention"] = " ".join(enabled)
         if dist.is_nccl_available():
             nccl: Any = getattr(torch.cuda, "nccl")  # noqa: B009  # not declared in torch.cuda
-            found["nccl"] = ".".join(str(part) for part in nccl.version())
-    return found
+            facts["nccl"] = ".".join(str(part) for part in nccl.version())
+    return facts
 
 
 def _float32_precision() -> str:
@@ -201,7 +201,7 @@ def check_same_start(
     # A job class has no accumulator of its own.
     in_loop = not isinstance(options, EngineSettings)
     if options.broadcast:
-        check_same_traits(group, shapes)
+        check_same_traits(group, shapes)  # first: broadcasts of other sizes could hang
         broadcast_tensors(group, [tensor for _, tensor in whole])
         broadcast_tensors(replicate_group, [tensor for _, tensor in shards])
     name_of = {id(tensor): name for name, tensor in reversed(named)}
@@ -230,6 +230,7 @@ def check_same_start(
         check_same_traits(replicate_group, of_replicas, replicate_ranks)
     except JobError as found:
         error = found
+    # Ranks of other copies fail as well, rather than wait for these in the next collective.
     odd = ranks_where(group, error is not None)
     if error is not None:
         raise error
@@ -253,7 +254,7 @@ def check_same_traits(
     odd = minority_ranks(gather_numbers(group, [float(folded(traits))]))
     if not odd:
         return
-    usual_rank = min({*range(group.size)}.difference(odd))
+    usual_rank = min({*range(group.size)}.difference(odd))  # any of the majority: equal digests
     # Two ranks alone send all their traits: of thousands they would fill the memory of each.
     compared = group.rank in (usual_rank, odd[0])
     texts = gather_texts(group, json.dumps(list(traits) if compared else []))

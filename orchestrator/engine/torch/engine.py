@@ -132,7 +132,7 @@ class TorchEngine(Engine):
 
     def __init__(self, job: Job, settings: EngineSettings, group: BaseGroup) -> None:
         talks = bool(getattr(job, "talks_in_window", False))
-        refusal = next(interrupt_refusals(group.transport, talks=talks, stated=True), None)
+        refusal = next(interrupt_refusals(group.transport, talks=talks, explicit=True), None)
         if settings.survive and refusal:
             raise ConfigError(refusal)
         self._job, self._settings, self._group = job, settings, group
@@ -140,6 +140,7 @@ class TorchEngine(Engine):
         if reproducible:
             be_deterministic()
         self._reproducible = reproducible
+        # The same on all ranks, so the model begins alike without sending it.
         seed_everything(derived_seed("model", settings.seed))
         model = job.model()
         if not isinstance(model, Module):
@@ -248,6 +249,7 @@ class TorchEngine(Engine):
         )
 
     def begin_window(self, window: Window) -> None:
+        # Before `_keep_for_undo`, which would else keep the buffers from before.
         self._share_frozen_buffers()
         self._job_state.watch()
         self._keep_for_undo()
@@ -312,6 +314,7 @@ class TorchEngine(Engine):
         window = self._window
         if window is None or micro_batch.update != window.update:
             raise RuntimeError(f"a micro-step of update {micro_batch.update} in no window of it")
+        # Not of a model in shards, whose forward is collective.
         probes = not self._probed and not self.shard_ranks
         self.accumulator.refuse_means = not (probes or self._is_sum)
         with self._translated_errors("a micro-step"):
@@ -321,6 +324,7 @@ class TorchEngine(Engine):
                 self._done += 1
                 steps = len(window.micro_batches)
                 self.accumulator.padding = self._done > steps - window.padding
+                # By the place in the update, so dropout does not depend on which rank computes it.
                 seed = derived_seed(
                     "step", self._settings.seed, micro_batch.update, micro_batch.start
                 )
@@ -370,7 +374,7 @@ class TorchEngine(Engine):
             raise
 
     def boundary(self, *, stop: bool = False) -> BoundaryReport:
-        self._taken.wait()
+        self._taken.wait()  # a snapshot may still copy the weights that the step changes
         if self._coupled is not None and self._window is not None:
             self._coupled.backward(self._window)
         self.accumulator.learning_rate.check("inside a window")
@@ -489,6 +493,7 @@ class TorchEngine(Engine):
 
     def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
         group = self._group
+        # This exchange is the engine's own; silence is for the job's.
         silence, group.silence = group.silence, None
         try:
             with self._clock.wait:
@@ -535,7 +540,7 @@ class TorchEngine(Engine):
                         # The same random numbers in each evaluation, on any rank.
                         seed_everything(derived_seed("held-out", settings.seed, piece.start))
                         row = loss_numbers(self._loss(batch), settings.metric_names)
-                    if number < counted:
+                    if number < counted:  # the others keep ranks of a copy in step
                         sums.add(piece, row)
             finally:
                 group.silence = None
@@ -646,6 +651,7 @@ class TorchEngine(Engine):
             for group in optimizer.param_groups
         ]
         self.load_state(folder, extra)
+        # The saved groups have the other run's rates and weight decay.
         for group, own in zip(optimizer.param_groups, options, strict=True):
             group.update(own)
         self.accumulator.learning_rate.keep()
@@ -664,7 +670,7 @@ class TorchEngine(Engine):
         state = self.accumulator.optimizer.state.values()
         # An optimizer may keep plain numbers of its own beside the states of parameters.
         states = (entries for entries in state if isinstance(entries, Mapping))
-        tensors = (v for held in states for v in held.values() if isinstance(v, Tensor))
+        tensors = (v for entries in states for v in entries.values() if isinstance(v, Tensor))
         return {
             "parameters": _bytes((*self.model.parameters(), *self.model.buffers())),
             "gradients": self.accumulator.gradient_bytes(),
@@ -717,6 +723,7 @@ class TorchEngine(Engine):
         self.accumulator.newcomers_wait = waiting
 
     def before_growth(self) -> None:
+        # Newcomers have no shards: once they are in, the group could not put the state together.
         if self._settings.shard_optimizer:
             self._taken.wait()
             self._whole_state = self.accumulator.optimizer_state(self._group)
@@ -743,22 +750,24 @@ class TorchEngine(Engine):
         if min(applied) != newest:
             source = applied.index(newest)
             state = self._state_to_send() if among.rank == source else {}
-            text, found = send_state(among, source, progress, state)
+            text, received_state = send_state(among, source, progress, state)
             if behind:
                 own_tensors = self.model.state_dict()
                 self.model.load_state_dict(
                     {
                         name: as_sharded(value, own_tensors[name])
-                        for name, value in found["model"].items()
+                        for name, value in received_state["model"].items()
                     }
                 )
                 if self._sharded is not None:
-                    self._sharded.load_own_state(self.accumulator.optimizer, found["optimizer"])
+                    self._sharded.load_own_state(
+                        self.accumulator.optimizer, received_state["optimizer"]
+                    )
                 elif whole is None:
-                    self.accumulator.load_optimizer_state(found["optimizer"])
-                self.accumulator.precision.load(found["precision"])
-                self._modes.apply(found["modes"])
-                self._job_state.load(found["job"])
+                    self.accumulator.load_optimizer_state(received_state["optimizer"])
+                self.accumulator.precision.load(received_state["precision"])
+                self._modes.apply(received_state["modes"])
+                self._job_state.load(received_state["job"])
                 received = text
         self._whole_state = whole  # now that the weights are those that it belongs to
         return received

@@ -99,6 +99,7 @@ def shard_model(job: Job, model: Module, group: BaseGroup, over: str) -> None:
             world_size=spec.size,
             timeout=timedelta(seconds=spec.collective_timeout_s),
         )
+    # Over torch's own group, whose ranks are those of this copy.
     mesh = DeviceMesh(group.device.type, torch.arange(spec.size), mesh_dim_names=("shards",))
     getattr(job, "shard", shard_layers)(model, mesh)
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
@@ -118,6 +119,7 @@ def form_replicate_group(group: BaseGroup, over: str) -> None:
     group.replicate_ranks = tuple(same)
     group.replicate_group = TorchGroup.alone(transport=group.transport, device=group.device)
     if len(same) > 1:
+        # A prefix for each column: they meet at the same time in one store.
         store = PrefixStore(f"replicas-{index}", cast("Any", group.store).below)
         own = replace(spec, rank=same.index(group.rank), size=len(same))
         group.replicate_group = transport_of(group.transport).form(own, store)
@@ -145,7 +147,7 @@ def shard_layers(model: Module, mesh: DeviceMesh) -> None:
     for layers in (module for module in model.modules() if isinstance(module, ModuleList)):
         if layers in inner:
             continue
-        inner.update(layers.modules())
+        inner.update(layers.modules())  # lists within a layer are sharded with the layer
         for layer in layers:
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -226,7 +228,7 @@ class FullySharded:
                 "copies to the accumulator; torch 2.13 can"
             )
         module.set_gradient_divide_factor(1.0)  # these do not include the modules within
-        module.set_force_sum_reduction_for_comms(True)
+        module.set_force_sum_reduction_for_comms(True)  # the boundary divides, by the weight
         # Ranks of a copy that use other parameters would else scatter buffers of other sizes.
         module.set_reduce_scatter_unused_params(True)
         for part in module._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001  # no public name
@@ -236,6 +238,7 @@ class FullySharded:
                     f"one fully_shard() takes parameters of one dtype, but has got "
                     f"{' and '.join(sorted(kinds))}: call it on the layers of the other one first"
                 )
+            # Without the replicate dimension FSDP has nothing to reduce between copies.
             info = part.mesh_info
             if DDPMeshInfo is not None and isinstance(info, DDPMeshInfo):
                 alone = FSDPMeshInfo(mesh=info.mesh, shard_mesh_dim=info.shard_mesh_dim)

@@ -134,6 +134,7 @@ class CoupledWindows:
                     0, torch.tensor(window.order, device=rows.device), rows
                 )
         with self._clock.compute:
+            # The rows are the leaves of this graph: it ends where the embeddings begin.
             loss, gradient = self._loss(layout, rows.requires_grad_(), window)
         for number, (batch, micro_batch, before) in enumerate(self._kept, start=1):
             with self._clock.compute:
@@ -148,6 +149,7 @@ class CoupledWindows:
                 part = gradient[list(micro_batch.positions)]
                 total = ((again - again.detach()) * part).sum()
             step = Loss(total, 0.0, dict.fromkeys(self._names, 0.0))
+            # Once in all: every rank has computed the same loss.
             if micro_batch.start == 0:
                 step = Loss(loss.total + total, loss.weight, loss.metrics)
             leaf = micro_batch.number if self._reproducible else None
@@ -156,6 +158,7 @@ class CoupledWindows:
 
     def _embed(self, batch: Any, micro_batch: MicroBatch) -> tuple[Layout, Tensor]:
         """Return a micro-batch's embeddings as rows, and their layout."""
+        # By the micro-batch, so the second run draws what the first one drew.
         seed_everything(derived_seed("step", self._seed, micro_batch.update, micro_batch.start))
         batch = moved(batch, self._group.device, double=self._double)
         with self._accumulator.precision.forward():
@@ -182,6 +185,7 @@ class CoupledWindows:
 
     def _loss(self, layout: Layout, rows: Tensor, window: Window) -> tuple[Loss, Tensor]:
         """Return the loss of all samples, and its gradient with respect to their rows."""
+        # The same on all ranks, which compute the same loss.
         seed_everything(derived_seed("loss", self._seed, window.update))
         with self._accumulator.precision.forward():
             loss = self._job.loss_of_embeddings(self._model, layout.unpack(rows))
@@ -192,7 +196,11 @@ class CoupledWindows:
         # The graph is needed once more where the loss's own parameters get their gradient.
         keep = any(micro_batch.start == 0 for _, micro_batch, _ in self._kept)
         gradient: Any = torch.autograd.grad(
-            loss.total * scale, rows, retain_graph=keep, allow_unused=True
+            # scaled: a float16 gradient would underflow
+            loss.total * scale,
+            rows,
+            retain_graph=keep,
+            allow_unused=True,
         )[0]
         if gradient is None:
             raise JobError("Loss.total of loss_of_embeddings() does not depend on the embeddings")

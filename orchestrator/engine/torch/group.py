@@ -45,6 +45,7 @@ def sum_into(out: Tensor, parts: Sequence[Tensor]) -> None:
         total = parts[0]
         for part in parts[1:-1]:
             total = total.add_(part)
+        # The last addition writes to `out`, which saves a pass to copy the sum.
         torch.add(total, parts[-1], out=out)
 
 
@@ -150,7 +151,7 @@ class BaseGroup(Group):
             return ChainedWork()
         flat = flatten(tensor)
         work = self._start_sum(flat)
-        if flat.data_ptr() == tensor.data_ptr():
+        if flat.data_ptr() == tensor.data_ptr():  # a view, so the sum arrives in the tensor
             return work
         return ChainedWork(work, lambda: tensor.detach().copy_(unflatten(flat, tensor)))
 
@@ -171,7 +172,7 @@ class BaseGroup(Group):
             )
         parts = [torch.empty_like(own_part) for _ in sizes]
         self._start_gather(parts, own_part).wait()
-        target, start = flatten(out), 0
+        target, start = flatten(out), 0  # a view: `out` is new, and contiguous
         for part, size in zip(parts, sizes, strict=True):
             count = size * reals
             target[start : start + count].copy_(part[:count])
@@ -263,6 +264,7 @@ class BaseGroup(Group):
     def _start_uneven_gather(self, tensor: Tensor, pieces: list[Tensor]) -> Work:
         """A transport may do it with fewer calls."""
         del tensor
+        # In the same order on all ranks, as transports match collectives by their order.
         roots = [(piece, root) for root, piece in enumerate(pieces) if piece.numel()]
         return SeveralWorks([self._start_broadcast(*each) for each in roots])
 
@@ -288,6 +290,7 @@ class BaseGroup(Group):
 def gather_texts(group: BaseGroup, text: str) -> list[str]:
     """Return every rank's text, in the order of ranks. Collective."""
     data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(group.device)
+    # The lengths first: a gather of unequal parts needs them on all ranks.
     sizes: list[int] = group.all_gather(torch.tensor([len(data)], device=group.device)).tolist()
     parts = group.all_gather(data, sizes).cpu().split(sizes)
     return [bytes(part.tolist()).decode() for part in parts]
@@ -310,7 +313,7 @@ def ranks_where(group: BaseGroup, holds: bool) -> list[int]:
 def broadcast_tensors(group: BaseGroup, tensors: Iterable[Tensor], source: int = 0) -> None:
     """Give all ranks rank `source`'s numbers. Collective."""
     for tensor in tensors:
-        if tensor.numel():
+        if tensor.numel():  # all ranks skip an empty one alike
             group.broadcast(tensor, source)
 
 

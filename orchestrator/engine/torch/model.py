@@ -110,6 +110,7 @@ def moved(batch: Any, device: torch.device, *, double: bool = False) -> Any:
     """`batch` on `device`, in double precision when asked; containers keep their type."""
     if isinstance(batch, Tensor):
         dtype = double_of(batch.dtype) if double else batch.dtype
+        # Without waiting: kernels that read it queue up behind the copy.
         return batch.to(device, dtype, non_blocking=True)
     if isinstance(batch, Mapping):
         entries: Mapping[Any, Any] = batch
@@ -174,16 +175,17 @@ class ForwardState:
                 if is_opaque(buffer):
                     continue
                 _, same, version, before = earlier.get((path, name), (layer, None, 0, buffer))
-                if is_expanded(buffer):
+                if is_expanded(buffer):  # one number in many places: nothing writes to it
                     before = buffer
                 elif same is not buffer:
                     before = buffer.detach().clone()
                 elif buffer.dim() <= 1 or version != version_of(buffer):
-                    before.copy_(buffer.detach())
+                    before.copy_(buffer.detach())  # takes no new memory in each window
                 self._buffers[path, name] = layer, buffer, version_of(buffer), before
         self._extra = [
             (layer, copy.deepcopy(layer.get_extra_state()))
             for layer in (self._model.modules() if self._with_extra else ())
+            # Those of `Module` itself raise.
             if type(layer).get_extra_state is not Module.get_extra_state
             and type(layer).set_extra_state is not Module.set_extra_state
         ]
@@ -199,6 +201,7 @@ class ForwardState:
             if now is None or is_opaque(now):
                 return now is None
             alike = now.device == before.device and now.dtype == before.dtype
+            # By bytes, where NaN is equal to itself.
             return alike and not torch.equal(bytes_of(now), bytes_of(before))
 
         changed = (
@@ -215,7 +218,7 @@ class ForwardState:
                 buffer.detach().copy_(before)
             setattr(layer, name, buffer)
         for layer, before in self._extra:
-            layer.set_extra_state(copy.deepcopy(before))
+            layer.set_extra_state(copy.deepcopy(before))  # the layer may change what it gets
 
 
 def frozen_modules(modules: Iterable[tuple[str, Module]]) -> set[str]:
@@ -406,6 +409,7 @@ def with_norms(model: Module, choice: str) -> tuple[Module, list[str]]:
         groups = norm_groups(choice, channels, vectors=isinstance(layer, nn.BatchNorm1d))
         grouped = nn.GroupNorm(groups, channels, eps=layer.eps, affine=layer.affine)
         if layer.affine:
+            # The layer's own parameters, with the values that the job gave them.
             grouped.weight, grouped.bias = layer.weight, layer.bias
         replacements[id(layer)] = grouped
     for parent in list(model.modules()):
@@ -501,7 +505,7 @@ def build_optimizer(model: Module, settings: Mapping[str, Any]) -> Optimizer:
     if "_target_" not in settings and not by_hand and can_fuse:
         arguments["fused"] = True
     try:
-        built = make(parameters, lr=1.0, **arguments)
+        built = make(parameters, lr=1.0, **arguments)  # each window sets the schedule's rate
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{spelled} with {arguments} cannot be built: {error}") from error
     return check_optimizer(built, spelled)

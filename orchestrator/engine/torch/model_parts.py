@@ -66,6 +66,7 @@ class ModelParts:
         Raises:
             JobError: on all parts alike, when they counted different weights.
         """
+        # The limbs of the sums, which float64 carries exactly, and the norm.
         row = torch.tensor([[*totals.numbers(WIDE), norm]], dtype=torch.float64)
         mark = self._group.mark()
         rows = self._group.all_gather(row.to(self._group.device)).tolist()
@@ -82,7 +83,7 @@ class ModelParts:
         joined = Trailer(len(totals.sums) - len(Trailer().sums))
         joined.flags = [sum(flags) for flags in zip(*(p.flags for p in parts), strict=True)]
         joined.sums = [sum(units) for units in zip(*(p.sums for p in parts), strict=True)]
-        joined.sums[WEIGHT] = totals.sums[WEIGHT]
+        joined.sums[WEIGHT] = totals.sums[WEIGHT]  # parts see the same samples: not added up
         for flag in (USES_ALL, USES_CHANGED):  # each part has parameters of its own
             joined.flags[flag] = totals.flags[flag]
         return joined, math.hypot(*(numbers[-1] for numbers in rows))

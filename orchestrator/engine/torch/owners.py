@@ -76,7 +76,7 @@ def whole_parameters(optimizer: Optimizer, trained: Named, shard_by: str) -> lis
     by_class = {**dict.fromkeys(SHARDABLE, "elements"), **dict.fromkeys(WHOLE, "parameters")}
     usual = by_class.get(kind.__name__) if from_torch else None
     if shard_by == "parameters":
-        usual = "parameters"
+        usual = "parameters"  # right for all that step parameters one by one
     numbers = {id(parameter): number for number, (_, parameter) in enumerate(trained)}
     whole: list[int] = []
     for group in optimizer.param_groups:
@@ -133,6 +133,7 @@ def ownership(
     """
     loads = [(0.0, 0, rank) for rank in range(ranks)]  # cost and numbers so far
     owner_of: dict[int, int] = {}
+    # Ties by number and rank, so that all ranks decide the same without a collective.
     for number in sorted(whole, key=lambda n: (-cost(trained[n][1]), n)):
         parameter = trained[number][1]
         done, numbers, rank = min(loads)
@@ -148,6 +149,7 @@ def ownership(
         taken = 0.0
         for number, size in zip(members, sizes, strict=True):
             too_large = bucket_bytes is not None and taken + size > bucket_bytes
+            # Half of it: a parameter goes to the bucket that it leaves nearer to the target.
             if current and (too_large or taken + size / 2 > target):
                 buckets.append(_bucket(current, owner_of))
                 current, taken = [], 0.0
@@ -175,6 +177,7 @@ def _travelling_alike(trained: Named, whole: Sequence[int]) -> list[list[int]]:
 
 def _bytes(parameter: Tensor) -> int:
     """Return the bytes of a number of its gradient."""
+    # Gradients of halves are added up in float32.
     return 4 if parameter.real.dtype in HALVES else parameter.real.element_size()
 
 

@@ -159,7 +159,7 @@ class ReproducibleReduction:
                     f"backward(leaf={leaf}) goes with begin_window(leaves=...), the number of the "
                     "update's leaves over all ranks; without both they are counted as they come"
                 )
-            leaf = self._owned[1]
+            leaf = self._owned[1]  # counted from 0 on each rank, until the boundary
         expected = self._owned[1] if self._owned != _NO_LEAVES else leaf
         if leaf is None or leaf != expected or not 0 <= leaf < (self._leaves or _UNKNOWN):
             raise ValueError(
@@ -206,6 +206,7 @@ class ReproducibleReduction:
         """Put `node` on the stack, added to its left siblings as long as there are any."""
         while self._stack and are_siblings(self._stack[-1].leaves, node.leaves, leaves):
             sibling = self._stack.pop()
+            # Left plus right: the order is a part of what makes the bits the same.
             for total, addend in zip(sibling.buffers.flats, node.buffers.flats, strict=True):
                 total.add_(addend)
             self._free.append(node.buffers)
@@ -264,6 +265,7 @@ class ReproducibleReduction:
         owned = list(pairwise([0, *ends]))
         first, nodes = owned[self._group.rank][0], self._stack
         self._stack = []
+        # Fold again: siblings can be told only by the numbers that the leaves have over all ranks.
         for node in nodes:
             self._fold(
                 _Node((node.leaves[0] + first, node.leaves[1] + first), node.buffers), ends[-1]
@@ -278,6 +280,7 @@ class ReproducibleReduction:
         """Exchange the ranks' `nodes` and add them up; give the buffers that hold the sum."""
         parts: list[dict[Range, Tensor]] = [{} for _ in self.buffers.flats]
         received: list[GradientBuffers] = []
+        # As many turns as the rank with most nodes has, since each is collective.
         for turn in range(max(map(len, nodes))):
             into = self._free_buffers()
             received.append(into)
@@ -295,7 +298,7 @@ class ReproducibleReduction:
                 sent = [node for node in senders if node is not None]
                 parts[number] |= zip(sent, arriving.split(segment), strict=True)
             if own_buffers is not None:
-                self._free.append(own_buffers)
+                self._free.append(own_buffers)  # has been sent, so the next turn may fill it
         self._stack.clear()
         result = self._free_buffers()
         for flat, pieces in zip(result.flats, parts, strict=True):
@@ -304,7 +307,7 @@ class ReproducibleReduction:
             own_chunk = flat.chunk(self._group.size)[self._group.rank]
             own_chunk.copy_(_total((0, leaves), pieces))
             self._group.gather_in_place_async(flat).wait()
-        self._free += received
+        self._free += received  # only now: the sum was made in place in their parts
         return result
 
 

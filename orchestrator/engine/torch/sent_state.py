@@ -64,6 +64,7 @@ def take_buffers(group: BaseGroup, model: Module, buffers: Mapping[str, Tensor])
         path, _, own_name = name.rpartition(".")
         layer = model.get_submodule(path)
         own_buffer = getattr(layer, own_name)
+        # In place where possible: other code may hold the tensor.
         if own_buffer.shape == value.shape and not is_expanded(own_buffer):
             own_buffer.detach().copy_(value)
         else:
@@ -83,6 +84,7 @@ def buffers_of_writer(group: BaseGroup, model: Module, names: Sequence[str]) -> 
         all_buffers = dict(model.named_buffers())
         buffers = {name: all_buffers[name] for name in names if not is_opaque(all_buffers[name])}
         if buffers and group.size > 1:
+            # One number for all of them first: where it is equal, nothing more is sent.
             digests = [digest_of(buffer) for buffer in buffers.values()]
             rows = gather_numbers(group, [float(folded(digests))])
             if any(row != rows[0] for row in rows):

@@ -252,11 +252,11 @@ class OptimizerShard:
         numbers = {id(slot.parameter): number for number, slot in enumerate(self._slots)}
         # The numbers of the parameters in each group, None for those that are not trained.
         self._groups = [[numbers.get(id(p)) for p in params] for params in self._whole]
-        for g, mine in zip(optimizer.param_groups, self._groups, strict=True):
-            pieces = (piece for n in mine if n is not None for piece in self._pieces[n])
+        for g, indices in zip(optimizer.param_groups, self._groups, strict=True):
+            pieces = (piece for n in indices if n is not None for piece in self._pieces[n])
             g["params"] = [piece.weight for piece in pieces]
         self._loads = False
-        itself = weakref.ref(self)
+        itself = weakref.ref(self)  # hooks live as long as the optimizer
 
         def refuse(call: str, instead: str) -> None:
             """Refuse to save pieces as the whole state, or to load a whole state into pieces."""
@@ -296,6 +296,7 @@ class OptimizerShard:
         Raises:
             JobError: a parameter is no longer where its pieces are.
         """
+        # The pieces share the memory that parameters had when they were cut.
         for slot, address in zip(self._slots, self._addresses, strict=True):
             if slot.parameter.data_ptr() != address:
                 raise JobError(
@@ -338,7 +339,7 @@ class OptimizerShard:
             guard.remove()
         for group, parameters in zip(self._optimizer.param_groups, self._whole, strict=True):
             group["params"] = parameters
-        self._optimizer.state.clear()
+        self._optimizer.state.clear()  # it is of pieces
         self._pieces, self._weights, self.flat_grads = [], [], []
 
     # -------------------------------------------------------------- state of the whole optimizer
@@ -347,25 +348,25 @@ class OptimizerShard:
     # stores it in its own memory. Loading needs no communication: every rank reads a whole
     # checkpoint and takes its pieces.
 
-    def whole_state(self, left: BaseGroup | None = None) -> dict[str, Any] | None:
+    def whole_state(self, survivors: BaseGroup | None = None) -> dict[str, Any] | None:
         """Return `state_dict()` of the whole optimizer on the CPU, on rank 0; None on others.
 
         Collective. Besides the result it takes one bucket of memory on each rank.
 
         Args:
-            left: ranks of the group that are left: all of them get the state, and they alone call.
+            survivors: the remaining ranks: all of them get the state, and they alone call.
 
         Raises:
-            StateLost: on all ranks; a rank of the group is not in `left`.
+            StateLost: on all ranks; a rank of the group is not in `survivors`.
         """
         group, is_kept = self._group, self._group.rank == 0
         sources: list[int] = []
-        if left is not None:
-            ranks = [int(row[0]) for row in gather_numbers(left, [self._group.rank])]
+        if survivors is not None:
+            ranks = [int(row[0]) for row in gather_numbers(survivors, [self._group.rank])]
             if lost := [rank for rank in range(self._group.size) if rank not in ranks]:
                 raise StateLost(lost)
             sources = [ranks.index(rank) for rank in range(self._group.size)]
-            group, is_kept = left, True
+            group, is_kept = survivors, True
         layout = self._gather_layout(group)
         # State of one name and dtype, over the parameters of one buffer, lies as their weights do.
         kinds = {
@@ -378,6 +379,7 @@ class OptimizerShard:
         for kind in sorted(kinds):  # in the same order on all ranks
             buffer, key, dtype = kind
             flat, dtype = self._flats[buffer], getattr(torch, dtype)
+            # On the CPU: a device may lack room for all of it.
             whole[kind] = torch.zeros(flat.numel() if is_kept else 0, dtype=dtype)
             own: list[tuple[int, Tensor]] = []
             for slot, pieces in zip(self._slots, self._pieces, strict=True):
@@ -390,11 +392,11 @@ class OptimizerShard:
                 for at, value in own:
                     if start <= at < end:
                         bucket[at - start : at - start + value.numel()] = value
-                if left is None:
+                if survivors is None:
                     group.gather_in_place_async(bucket).wait()
                 else:
                     for segment, source in zip(bucket.chunk(len(sources)), sources, strict=True):
-                        broadcast_tensors(left, [segment], source)
+                        broadcast_tensors(survivors, [segment], source)
                 if is_kept:
                     whole[kind][start:end] = bucket
         owned = self._gather_owned(group, sources or range(group.size), is_kept=is_kept)
@@ -469,7 +471,7 @@ class OptimizerShard:
                         states[index] = own_state
                     elif state:
                         end = piece.start + piece.weight.numel()
-                        mine = {
+                        part = {
                             key: value[piece.start : end].to(
                                 torch.promote_types(value.dtype, piece.weight.dtype), copy=True
                             )
@@ -477,13 +479,13 @@ class OptimizerShard:
                             else copy.deepcopy(value)  # optimizers count in place
                             for key, value in state.items()
                         }
-                        master = mine.pop(MASTER, None)
+                        master = part.pop(MASTER, None)
                         if master is not None and piece.rounded is not None:
                             piece.weight.copy_(master)
-                        states[index] = mine
+                        states[index] = part
                     index += 1
             parts.append({**group, "params": list(range(first, index))})
-        self._loads = True
+        self._loads = True  # lets this one pass `refuse`
         try:
             restore_optimizer(self._optimizer, {"state": states, "param_groups": parts})
         finally:

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 OPTIMIZER = "optimizer.safetensors"
 
 
-Held = Callable[[str], Tensor | None]
-"""Return the tensor of this process that a saved one of this name goes with, if any."""
+LiveTensorLookup = Callable[[str], Tensor | None]
+"""Look up the tensor of this process for a saved name; None if it has none."""
 
 
 def load_model(model: Module, folder: Path, rest: Mapping[str, Any]) -> None:
@@ -65,10 +65,10 @@ def load_model(model: Module, folder: Path, rest: Mapping[str, Any]) -> None:
 
 
 def saved_model(
-    folder: Path, rest: Mapping[str, Any], held: Held = lambda _: None
+    folder: Path, rest: Mapping[str, Any], live_tensor: LiveTensorLookup = lambda _: None
 ) -> dict[str, Any]:
     """Return the `state_dict()` that a `Snapshot` wrote."""
-    tensors = _read_saved(folder, WEIGHTS, held)
+    tensors = _read_saved(folder, WEIGHTS, live_tensor)
     # Tensors within extra state were written under names that begin with its own.
     within = {name for name in tensors for key in rest if name.startswith(f"{key}.")}
     state: dict[str, Any] = {n: tensor for n, tensor in tensors.items() if n not in within}
@@ -155,7 +155,7 @@ def load_optimizer(
         for name, optimizer in optimizers.items()
     }
 
-    def held(path: str) -> Tensor | None:
+    def live_tensor(path: str) -> Tensor | None:
         """Return the tensor whose sharding state has, from a path as in state.0.exp_avg."""
         if others and path in others:
             return others[path]
@@ -164,7 +164,7 @@ def load_optimizer(
         number = int(match[2]) if match else 0
         return known[number] if number < len(known) else None
 
-    saved = unpack(packed, _read_saved(folder, OPTIMIZER, held))
+    saved = unpack(packed, _read_saved(folder, OPTIMIZER, live_tensor))
     try:
         restore(saved)
     except (ValueError, KeyError) as error:
@@ -347,9 +347,11 @@ def _prepared_shards(
     return shards, {SHARDS: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
 
 
-def _read_saved(folder: Path, kind: str, held: Held = lambda _: None) -> dict[str, Tensor]:
+def _read_saved(
+    folder: Path, kind: str, live_tensor: LiveTensorLookup = lambda _: None
+) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint's weights or optimizer: whole, or where it was saved in
-    shards and `held` gives a sharded tensor of the same shape, this rank's shards.
+    shards and `live_tensor` gives a sharded tensor of the same shape, this rank's shards.
     """
     if not (folder / part_name(0)).exists():
         return _read(folder / kind)
@@ -361,7 +363,7 @@ def _read_saved(folder: Path, kind: str, held: Held = lambda _: None) -> dict[st
     metadata = cast("dict[str, TensorStorageMetadata]", reader.read_metadata().state_dict_metadata)
     for name, about in metadata.items():
         if name.startswith(prefix):
-            like, dtype = held(name.removeprefix(prefix)), about.properties.dtype
+            like, dtype = live_tensor(name.removeprefix(prefix)), about.properties.dtype
             if like is not None and is_sharded(like) and like.shape == about.size:
                 tensors[name] = torch.empty_like(like, dtype=dtype, requires_grad=False)
             else:

@@ -195,9 +195,10 @@ def _ways(model: Module, precision: str) -> Iterator[_Way]:
         except Exception as error:  # noqa: BLE001  # of the model's own code, or a lack of memory
             log.info("no copy of the model in float64 (%s: %s)", type(error).__name__, error)
         if exact is not None:
+            # In training mode first: that is what the run computes.
             yield _Way(exact, double=True, copied=True, training=True)
             yield _Way(exact, double=True, copied=True)
-            del exact
+            del exact  # frees it before the model itself computes
     yield _Way(model, double=precision == "float64", copied=False)
 
 
@@ -277,8 +278,10 @@ class _Probe:
             _NoSumError: it is none, as far as one computation of each part shows.
         """
         samples, half = self._samples, len(self._samples) // 2
+        # The first loss alone notes the dtype: the others compute in the same.
         self._narrowest = _NarrowestDtype()
         whole = self._loss(way, samples, notes_dtype=way.copied)
+        # A loss with random numbers of its own cannot be compared.
         again = self._loss(way, samples, seed=self._seed + 1, with_gradient=False)
         turned = self._loss(way, samples[::-1], with_gradient=False)
         left, right = self._loss(way, samples[:half]), self._loss(way, samples[half:])
@@ -318,13 +321,14 @@ class _Probe:
                     f"{all_of_it.total - sum(totals):.1g} and "
                     f"{all_of_it.weight - sum(weights):.1g} (computed in {numbers})"
                 )
-        if self.not_finite:
+        if self.not_finite:  # after the finite parts, of which one may show the difference
             return False
         if ordered:
             raise _NoSumError(
                 f"the total of {count} samples is {whole.total:.6g}, but in the opposite order "
                 f"{turned.total:.6g} (computed in {numbers})"
             )
+        # In halves the tolerance would be larger than the gradient itself.
         if tolerance <= _TOLERANCE[torch.float32]:
             off = _gradient_difference(whole, left, right)
             if off > _OF_GRADIENTS * tolerance:

@@ -286,7 +286,7 @@ class TorchGroup(BaseGroup):
         purpose; one peer that lives is enough.
         """
         self.interrupted = True
-        if self.replicate_group is not None:
+        if self.replicate_group is not None:  # the main thread may wait there
             self.replicate_group.interrupt()
         if self.transport == "nccl" and self._group is not None:
             self.aborted = True  # before: a wait that the abort ends returns without a result
@@ -335,6 +335,7 @@ class TorchGroup(BaseGroup):
     def _start_gather(self, parts: list[Tensor], flat: Tensor) -> Work:
         # Equally large on all ranks, so all choose alike: for few bytes one call is quicker.
         if self._sends_directly(flat) and flat.nbytes >= 2**18:
+            # An exchange fills the parts of the others alone.
             if parts[self.rank].data_ptr() != flat.data_ptr():
                 parts[self.rank].copy_(flat)
             return self._start_pairwise("all_gather", parts, [flat] * self.size)
@@ -423,12 +424,13 @@ class TorchGroup(BaseGroup):
         needed = (self.size - 1) * own_piece.nbytes
         memory = self._memory.pop()
         if memory.numel() < needed:
+            # As bytes, so that it serves gradients of any dtype.
             memory = torch.empty(needed, dtype=torch.uint8, device=own_piece.device)
         received = memory[:needed].view(own_piece.dtype)
         parts = list(received.view(self.size - 1, own_piece.numel()).unbind())
         parts.insert(self.rank, own_piece)
 
-        def add_up() -> None:
+        def add_up() -> None:  # once all have arrived, so the order is that of ranks
             sum_into(out, parts)
             self._memory.append(memory)
 
@@ -450,6 +452,7 @@ class TorchGroup(BaseGroup):
             for tensor in both
             if rank != self.rank and tensor.numel()
         ]
+        # gloo counts each send and receive, which are one collective of ours.
         self._parts_of_one += len(travel) - 1
         return self._start(
             operation,
@@ -674,7 +677,7 @@ def _without_own_gpu(everyone: Sequence[RankCapabilities]) -> str:
             return f"rank {rank.rank} on {rank.node} cannot use its device: {rank.device_error}"
         if not rank.gpu:
             return f"rank {rank.rank} on {rank.node} has no GPU that torch can use"
-    return _sharing("GPU", {one.rank: one.gpu for one in everyone}, everyone)
+    return _sharing("GPU", {peer.rank: peer.gpu for peer in everyone}, everyone)
 
 
 def _sharing(kind: str, devices: Mapping[int, str], everyone: Sequence[RankCapabilities]) -> str:

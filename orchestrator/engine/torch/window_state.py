@@ -66,7 +66,7 @@ class WindowState:
         group: BaseGroup,
         options: AccumulationOptions,
     ) -> None:
-        known = {id(parameter) for _, parameter in trained}
+        known = {id(parameter) for _, parameter in trained}  # tensors compare elementwise
         self._names = [name for name, _ in trained]
         self._parameters = [parameter for _, parameter in trained]
         self._frozen = [(name, p) for name, p in named if id(p) not in known]
@@ -83,7 +83,7 @@ class WindowState:
         self.error_breaks = ""
         self._last_done = False  # this rank's last micro-step was there
         self._broken: str | None = None  # why this window cannot be ended
-        self._unusable: str | None = None  # why this accumulator cannot go on
+        self._unusable: str | None = None  # why this accumulator cannot continue
         self._undeclared: int | None = None  # a parameter that an undeclared backward reached
         self.others_factor = 1.0  # of the loss of another accumulator's backward, while it runs
         # At the window's start, or its first micro-step.
@@ -120,6 +120,7 @@ class WindowState:
             what = f"{type(error).__name__}: {error_text(error)}"
             if self.error_breaks == "window":
                 self._broken = f"one failed with {what.partition(chr(10))[0]}"
+            # One rank alone has no others to be out of step with.
             elif self.error_breaks == "accumulator" and self._group.size > 1:
                 self._unusable = (
                     f"update {self.update} failed on this rank, so it may no longer be in step "
@@ -177,6 +178,7 @@ class WindowState:
         if self._watched is not None:
             self._before, self._watched = ForwardState(self._watched, extra=False), None
         self._versions, self._settings = list(map(version_of, self._parameters)), {}
+        # As numbers, since they travel in the trailer.
         trains = bytes(map(_TRAINS, self._parameters))
         self._agreed = {
             "the number of the update": self.update,
@@ -184,6 +186,7 @@ class WindowState:
             "the number of layers in training mode": float(sum(map(_TRAINING, self._layers))),
         }
         self.overlaps = False
+        # Both count each other's collectives on this group, so neither can check its silence.
         for other in self._group.open_windows:
             if other is not self:
                 self.overlaps = other.overlaps = True
@@ -206,6 +209,7 @@ class WindowState:
         """
         if self._broken is not None:
             raise self._broken_error()
+        # At the first micro-step: a scheduler may still step after begin_window().
         if not self._settings:
             self._settings = self._settings_now()
         if self._last_done and not recorded:
@@ -262,6 +266,7 @@ class WindowState:
             raise self._broken_error()
         self.open, self._undeclared, self.error_breaks = False, None, "accumulator"
         self._leave_group()
+        # torch counts writes in place, so a changed weight shows without reading any number.
         versions = list(map(version_of, self._parameters))
         if versions != self._versions:
             both = zip(self._names, versions, self._versions, strict=True)
