@@ -207,6 +207,7 @@ COMMANDS = PluginKind(
     key="command",
     group="orchestrator.commands",
     ours={
+        "audit": "orchestrator.audit.command:audit",
         "replay": "orchestrator.replay.command:replay",
         "bisect": "orchestrator.replay.command:bisect",
     },

@@ -38,7 +38,6 @@ VERBS = (
     "report",
     "doctor",
     "rehearse",
-    "audit",
 )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from orchestrator.audit import command as auditing
+from orchestrator.audit import auditing
 from orchestrator.errors import ConfigError
 from orchestrator.runs.follow import OutputOptions
 from tests.helpers import ROOT, begin_anew, until, verb
@@ -374,6 +374,18 @@ def test_what_cannot_be_audited_is_refused(overrides, program, more, message):
     options = {"steps": None, "updates": None, "output": OutputOptions(console=Console()), **more}
     with pytest.raises(ConfigError, match=message):
         auditing.audit(overrides, program, fake_cuda=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("line", "answer"),
+    [
+        ("train.py --lr 3", "python -m orchestrator audit -- train.py --lr 3"),
+        ("--step 3", "audit has no option '--step'; did you mean '--steps'?"),
+    ],
+)
+def test_options_of_a_script_need_its_dashes(line, answer, tmp_path):
+    refused = verb("audit", *line.split(), code=2, cwd=tmp_path)
+    assert answer in " ".join(refused.stderr.split())
 
 
 def test_an_interrupt_leaves_nothing(tmp_path):

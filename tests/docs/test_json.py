@@ -6,7 +6,8 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from orchestrator.__main__ import app
+from orchestrator.__main__ import add_commands, app
+from orchestrator.plugins import COMMANDS
 from tests.docs.printed import ROOT
 from tests.helpers import LIGHT, TINY, call, verb
 from tests.search.helpers import line_of
@@ -71,6 +72,8 @@ def runs(tmp_path_factory):
 
 
 def test_every_verb_with_the_option_has_a_schema():
+    for name in SCHEMAS.keys() & {*COMMANDS.names()}:
+        add_commands([name])
     having = {
         command.callback.__name__
         for command in app.registered_commands
