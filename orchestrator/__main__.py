@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -577,59 +575,6 @@ def doctor(
     if as_json:
         print_json([asdict(finding) for finding in found])
     if any(finding.state == "bad" for finding in found):
-        raise typer.Exit(EXIT_FAILED)
-
-
-@verb("rehearse job=digits cluster.nodes=3 --faults 20 --seed 7")
-def rehearse(
-    overrides: AsForLaunch = None,
-    faults: Annotated[int, typer.Option("--faults", help="How many.")] = 6,
-    seed: Annotated[int, typer.Option("--seed", help="Which ones, and when.")] = 0,
-    only: Annotated[
-        str, typer.Option("--only", help="Kinds of faults, with commas; all by default.")
-    ] = "",
-    config_dir: ConfigDir = None,
-    config_name: ConfigName = "config",
-    into: Annotated[
-        Path | None, typer.Option("--into", help="A new folder; below runs/ by default.")
-    ] = None,
-    as_json: Json = False,
-    verbose: Verbose = False,
-) -> None:
-    """Run a job small, kill, stop and cut off parts of it, and compare its end.
-
-    Exit code 1 where anything is otherwise than in an undisturbed run.
-    """
-    del verbose
-    from orchestrator.config.command_line import CommandLine
-    from orchestrator.rehearse.rehearsal import plan_rehearsal, print_rehearsal
-    from orchestrator.rehearse.rehearsal import rehearse as play
-
-    given, console = tuple(overrides or ()), Console(stderr=as_json)
-    line = CommandLine(overrides=given, config_dir=config_dir, config_name=config_name)
-    kinds = [kind.strip() for kind in only.split(",") if kind.strip()]
-    to_play = plan_rehearsal(line, faults, kinds)
-    folder = (into or Path(f"runs/rehearsal_{datetime.now(UTC):%Y-%m-%d_%H-%M-%S}")).absolute()
-    try:
-        folder.mkdir(mode=0o700, parents=True)
-    except FileExistsError as error:
-        raise RunFolderError(f"{folder} is there already; name a new one: --into") from error
-    for note in to_play.notes:
-        say(console, f"note: {note}", "dim", prose=True)
-    found = play(
-        to_play, folder, seed=seed, faults=faults, say=lambda line: say(console, line, "dim")
-    )
-    if as_json:
-        print_json({**asdict(found), "folder": str(folder)})
-    else:
-        print_rehearsal(found, console)
-    if found.wrong:
-        for sentence in found.wrong:
-            say(Console(stderr=True), f"error: {sentence}", "bold red")
-        argv = [*given, *line.flags]
-        argv += ["--only", only] if only else []
-        again = shlex.join([*argv, "--faults", str(faults), "--seed", str(seed)])
-        say(Console(stderr=True), f"the same again: python -m orchestrator rehearse {again}")
         raise typer.Exit(EXIT_FAILED)
 
 

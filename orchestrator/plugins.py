@@ -207,6 +207,7 @@ COMMANDS = PluginKind(
     key="command",
     group="orchestrator.commands",
     ours={
+        "rehearse": "orchestrator.rehearse.command:rehearse",
         "audit": "orchestrator.audit.command:audit",
         "replay": "orchestrator.replay.command:replay",
         "bisect": "orchestrator.replay.command:bisect",

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.whole_runs
 ADD_ONS = {
     # name: its command, if it has one; settings that need it; the key that the refusal names
     "audit": ("audit", None, None),
+    "rehearse": ("rehearse", None, None),
     "replay": ("replay", ["run.callbacks=[replay]"], "run.callbacks=replay"),
     "sentinel": (
         None,

@@ -37,7 +37,6 @@ VERBS = (
     "export",
     "report",
     "doctor",
-    "rehearse",
 )
 
 
