@@ -23,6 +23,7 @@ from orchestrator.commands.interface import (
     ConfigDir,
     ConfigName,
     Json,
+    Quiet,
     Verbose,
     command,
     complete_overrides,
@@ -56,7 +57,6 @@ EXIT_CODES = (
 _with_program: set[str] = set()
 """Verbs that take a program after `--`."""
 Verb = TypeVar("Verb", bound=Callable[..., Any])
-Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Only errors.")]
 
 
 def verb(
@@ -510,28 +510,6 @@ def export(
     form = "torch" if torch else "dcp" if dcp else "safetensors"
     made, updates = open_run(run).export(form, output, best=best)
     say(Console(), f"{made} is written: the checkpoint after {updates} updates", prose=True)
-
-
-@verb("report RUN --format csv")
-def report(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(help="Run folders, or sweeps': on one page.", autocompletion=complete_runs),
-    ],
-    form: Annotated[str, typer.Option("--format", help="html (a page), csv or json.")] = "html",
-    output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", help="A file; a page's is RUN/report.html, or report.html."),
-    ] = None,
-    verbose: Verbose = False,
-) -> None:
-    """Write a page about a run or a sweep: curves, time, memory, what differs, how to repeat it."""
-    del verbose
-    from orchestrator.report_page.page import write_report
-
-    first, *others = (run.absolute() for run in runs)
-    if (page := write_report(first, form, output, others)) is not None:
-        say(Console(), f"report: {page}")
 
 
 SIGNS = {"good": ("ok", "green"), "note": ("note", "yellow"), "bad": ("BAD", "bold red")}

@@ -14,6 +14,7 @@ ADD_ONS = {
     # name: its command, if it has one; settings that need it; the key that the refusal names
     "audit": ("audit", None, None),
     "rehearse": ("rehearse", None, None),
+    "report_page": ("report", None, None),
     "replay": ("replay", ["run.callbacks=[replay]"], "run.callbacks=replay"),
     "sentinel": (
         None,

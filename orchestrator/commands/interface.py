@@ -36,6 +36,7 @@ def complete_runs(incomplete: str) -> list[str]:
 
 Json = Annotated[bool, typer.Option("--json", help="Print data instead of a table.")]
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="More detail; tracebacks.")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Only errors.")]
 AsForLaunch = Annotated[
     list[str] | None, typer.Argument(help="As for launch.", autocompletion=complete_overrides)
 ]

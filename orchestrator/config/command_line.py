@@ -35,7 +35,6 @@ VERBS = (
     "cancel",
     "compare",
     "export",
-    "report",
     "doctor",
 )
 
