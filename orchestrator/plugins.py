@@ -182,9 +182,9 @@ TRACKERS = PluginKind(
     key="tracker.kind",
     group="orchestrator.trackers",
     ours={
-        "tensorboard": "orchestrator.trainer.trackers:TensorBoard",
-        "mlflow": "orchestrator.trainer.trackers:MLflow",
-        "wandb": "orchestrator.trainer.trackers:WandB",
+        "tensorboard": "orchestrator.trainer.tensorboard:TensorBoard",
+        "mlflow": "orchestrator.trackers.mlflow:MLflow",
+        "wandb": "orchestrator.trackers.wandb:WandB",
     },
     besides=("none",),
 )

@@ -21,6 +21,7 @@ ADD_ONS = {
         ["accumulation.sentinel_every=2", "accumulation.reduction=reproducible"],
         "accumulation.sentinel_every=2: run.callbacks=sentinel",
     ),
+    "trackers": (None, ["tracker=mlflow"], "tracker.kind=mlflow"),
 }
 SHAPE = (
     "cluster.nodes=1",

@@ -58,7 +58,7 @@ ELSEWHERE = {
     r"accumulation\.steps=1,2": "some runs of torch: tests/sweep/test_whole.py plans the like",
     r"ranks_per_node=8": "eight ranks of the job that others execute",
     r"--lr 0\.1|--epochs 3": "programs of the same shape are executed",
-    r"http:|tracker=": "a server, or an extra: tests/trainer/test_trackers.py",
+    r"http:|tracker=": "a server, or an extra: tests/trackers/test_trackers.py",
     r"completion": "writes into a shell's own files",
 }
 if "replay" in VERBS:  # an add-on
