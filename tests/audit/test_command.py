@@ -11,7 +11,8 @@ from rich.console import Console
 from orchestrator.audit import auditing
 from orchestrator.errors import ConfigError
 from orchestrator.runs.follow import OutputOptions
-from tests.helpers import ROOT, begin_anew, until, verb
+from tests.docs.json_fields import Fields, printed
+from tests.helpers import ROOT, TINY, begin_anew, until, verb
 
 pytestmark = pytest.mark.long
 
@@ -447,3 +448,10 @@ def test_updates_that_cannot_be_tested_are_not_judged(text, ranks, reason, tmp_p
     assert (done.returncode, made["state"]) == (4, "not judged"), done.stderr
     assert not made["notes"]  # the script was not disturbed
     assert any(reason in f["text"] for f in made["findings"] if f["row"] == "weights")
+
+
+def test_json_has_the_documented_fields(tmp_path):
+    fields = Fields("audit")
+    where = ("cluster.nodes=1", "cluster.ranks_per_node=1", "tracker=none")
+    fields.check(printed("audit", TINY, *where, "--updates", 3, cwd=tmp_path, codes=(0, 1, 4)))
+    assert fields.unseen == set()

@@ -8,6 +8,7 @@ import pytest
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import is_locked
 from orchestrator.sweep.tasks import locked_sweep
+from tests.docs.json_fields import Fields, printed
 from tests.helpers import begin, call, result, until, verb
 from tests.search.helpers import line_of
 
@@ -126,3 +127,10 @@ def test_held_out_figures_have_names_of_their_own_and_are_the_default(tmp_path):
             assert trial["value"] == (held_out if name == "auto" else found["loss"])
     table = json.loads((tmp_path / "auto" / "search.json").read_text())
     assert table["objective"] == "held_out.loss"
+
+
+def test_status_has_the_documented_fields_of_trials(tmp_path):
+    fields, folder = Fields("status"), tmp_path / "search"
+    call("-m", *line_of(folder, "sweep.trials=6", "sweep.seed=1"), cwd=tmp_path)
+    fields.check(printed("status", folder))
+    assert not {path for path in fields.unseen if "/trials" in path}
