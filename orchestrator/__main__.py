@@ -81,11 +81,11 @@ def verb(
 
 
 def _register(name: str, function: Callable[..., Any], **settings: Any) -> None:
-    stated = settings_of(function)
-    if stated.takes_program:
+    attached = settings_of(function)
+    if attached.takes_program:
         settings |= TAKES_PROGRAM
         _with_program.add(name)
-    app.command(name, epilog=stated.epilog, **settings)(_guarded(function))
+    app.command(name, epilog=attached.epilog, **settings)(_guarded(function))
 
 
 def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:

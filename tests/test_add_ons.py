@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from orchestrator.plugins import PluginKind
 from tests.helpers import LIGHT, ROOT, TINY, call, verb
 
 pytestmark = pytest.mark.whole_runs
@@ -132,6 +133,22 @@ def test_all_are_missing(tmp_path):
     call(LIGHT, *SHAPE, f"run.dir={run}", code=0, **where)
     verb("resume", run, "train.updates=3", code=0, **where)
     refuses("report_page", where)
+
+
+@pytest.mark.parametrize(
+    ("where", "missing"),
+    [
+        ("orchestrator.gone:Gone", "orchestrator/gone.py"),
+        ("orchestrator.gone.method:Gone", "orchestrator/gone/"),
+        ("orchestrator.config.gone:Gone", "orchestrator/config/gone.py"),
+    ],
+)
+def test_the_file_or_the_folder_that_is_missing_is_named(where, missing):
+    kind = PluginKind(key="a.key", group="orchestrator.things", ours={"gone": where})
+    assert kind.names() == []
+    assert (
+        kind.refusal("gone") == f"a.key=gone is not part of this installation: {missing} is missing"
+    )
 
 
 def test_each_has_its_place_in_the_top_layer():

@@ -55,7 +55,7 @@ def audit(
     check_overrides(overrides or (), verb="audit", options=options_of(context))
     console = Console()
     output = OutputOptions(console=Console(stderr=True), verbose=verbose, quiet=True)
-    found, code = auditing.audit(
+    audits, code = auditing.audit(
         overrides or (),
         program_of(context)[1:],
         steps=steps,
@@ -65,8 +65,8 @@ def audit(
         strict=strict,
     )
     if as_json:
-        print_json({"runs": [made.to_json() for made in found]})
+        print_json({"runs": [result.to_json() for result in audits]})
     else:
-        for made in found:
-            auditing.print_audit(made, console)
+        for result in audits:
+            auditing.print_audit(result, console)
     raise typer.Exit(code)

@@ -1,4 +1,4 @@
-"""What a command of `python -m orchestrator` is made of, also an add-on's or another package's.
+"""What a command of `python -m orchestrator` is made of: of core, an add-on or another package.
 
 @command("weigh RUN --json")
 def weigh(run: Path, as_json: Json = False, verbose: Verbose = False) -> None:
@@ -85,4 +85,4 @@ def program_of(context: typer.Context) -> list[str]:
 
 def options_of(context: typer.Context) -> list[str]:
     """Return the options of the verb that was typed, as they are typed."""
-    return [text for given in context.command.params for text in given.opts if text[0] == "-"]
+    return [name for option in context.command.params for name in option.opts if name[0] == "-"]

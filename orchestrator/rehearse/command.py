@@ -48,28 +48,28 @@ def rehearse(
     from orchestrator.rehearse.rehearsal import plan_rehearsal, print_rehearsal
     from orchestrator.rehearse.rehearsal import rehearse as play
 
-    given, console = tuple(overrides or ()), Console(stderr=as_json)
-    line = CommandLine(overrides=given, config_dir=config_dir, config_name=config_name)
+    words, console = tuple(overrides or ()), Console(stderr=as_json)
+    line = CommandLine(overrides=words, config_dir=config_dir, config_name=config_name)
     kinds = [kind.strip() for kind in only.split(",") if kind.strip()]
-    to_play = plan_rehearsal(line, faults, kinds)
+    rehearsal = plan_rehearsal(line, faults, kinds)
     folder = (into or Path(f"runs/rehearsal_{datetime.now(UTC):%Y-%m-%d_%H-%M-%S}")).absolute()
     try:
         folder.mkdir(mode=0o700, parents=True)
     except FileExistsError as error:
         raise RunFolderError(f"{folder} is there already; name a new one: --into") from error
-    for note in to_play.notes:
+    for note in rehearsal.notes:
         say(console, f"note: {note}", "dim", prose=True)
-    found = play(
-        to_play, folder, seed=seed, faults=faults, say=lambda line: say(console, line, "dim")
+    outcome = play(
+        rehearsal, folder, seed=seed, faults=faults, say=lambda line: say(console, line, "dim")
     )
     if as_json:
-        print_json({**asdict(found), "folder": str(folder)})
+        print_json({**asdict(outcome), "folder": str(folder)})
     else:
-        print_rehearsal(found, console)
-    if found.wrong:
-        for sentence in found.wrong:
+        print_rehearsal(outcome, console)
+    if outcome.wrong:
+        for sentence in outcome.wrong:
             say(Console(stderr=True), f"error: {sentence}", "bold red")
-        argv = [*given, *line.flags]
+        argv = [*words, *line.flags]
         argv += ["--only", only] if only else []
         again = shlex.join([*argv, "--faults", str(faults), "--seed", str(seed)])
         say(Console(stderr=True), f"the same again: python -m orchestrator rehearse {again}")
