@@ -20,17 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos_faults import FAULTS
-from benchmarks.chaos_run import EVERY, MOMENTS, Disturbed, Draw, Outcome, spec_of
+from benchmarks.chaos_run import MOMENTS, Disturbed, Draw, Outcome, spec_of
 from benchmarks.measure import Spread, keep, machine
 from orchestrator.rehearse.rehearsal import run_undisturbed
 from orchestrator.rehearse.rehearsed_run import SimulatedRun
 from slurm.dev_cluster import DevCluster
 from slurm.testing import dev_cluster
-
-NOTE = f"""\
-A run of 40 updates on two nodes, a checkpoint every {EVERY}, disturbed at a moment drawn from the
-seed. *Noticed*: until a failure or a departure was written. *Updates again*: until the first update
-of the next attempt was done, with the start of its processes. Medians, and the highest."""
 
 
 def draws(seed: int, count: int) -> Iterator[Draw]:
@@ -87,39 +82,6 @@ def summary(outcomes: Sequence[Outcome], seed: int) -> dict[str, Any]:
         "kinds": {kind: of(found) for kind, found in kinds.items() if found},
         "wrong": [f"{o.draw}: {'; '.join(o.wrong)}" for o in outcomes if o.wrong],
     }
-
-
-def table(data: dict[str, Any]) -> str:
-    """Return the table: a line for each kind of fault, and one for all."""
-    lines = [
-        "| fault | runs | as undisturbed | noticed (s) | updates again (s) | updates redone |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
-    for kind, row in [*data["kinds"].items(), ("**all**", data["all"])]:
-        cells = [_cell(row[name]) for name in ("noticed_s", "resumed_s", "redone")]
-        lines.append(f"| {kind} | {row['runs']} | {row['as_undisturbed']} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _cell(spread: dict[str, float] | None) -> str:
-    """Return the median, and the highest value if there are several."""
-    if spread is None:
-        return ""
-    most = f" (to {spread['high']:.3g})" if spread["count"] > 1 else ""
-    return f"{spread['median']:.3g}{most}"
-
-
-def body(data: dict[str, Any]) -> str:
-    """Return the page."""
-    wrong = [f"- {line}" for line in data["wrong"]] or ["None was otherwise."]
-    share = data["all"]["scheduler_s"]
-    waits = (
-        f"Between a departure and the next attempt's first process the scheduler took "
-        f"{_cell(share)} s of that."
-        if share
-        else ""
-    )
-    return "\n\n".join([NOTE, table(data), waits, "Not as undisturbed:", "\n".join(wrong)])
 
 
 def main(*, quick: bool, seed: int = 0, faults: int = 40) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.chaos_faults import FAULTS, Fault, Scene
+from benchmarks.chaos_page import EVERY
 from benchmarks.measure import wait_for
 from orchestrator.config.composer import compose
 from orchestrator.errors import ClusterError, RunFailed
@@ -22,7 +23,7 @@ from slurm.errors import DevClusterError
 from slurm.jobs import job_processes
 
 MOMENTS = ("start", "window", "checkpoint", "last", "after")
-UPDATES, EVERY, PAUSE_S = 40, 5, 0.04
+UPDATES, PAUSE_S = 40, 0.04
 PLAN = (
     "job._target_=tests.tiny_job.Tiny",
     "tracker=none",

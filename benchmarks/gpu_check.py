@@ -39,11 +39,11 @@ from torch.nn.functional import cross_entropy
 
 from orchestrator import Loss
 from orchestrator.engine.torch import Accumulator, TorchGroup
+from orchestrator.engine.torch.conformance import all_checks
 from orchestrator.engine.torch.group import BaseGroup
 from orchestrator.errors import PeerLost
 from orchestrator.jobs.digits import Digits
-from orchestrator.testing.processes import run_ranks
-from orchestrator.testing.transports import all_checks
+from orchestrator.local_ranks.processes import run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 HALF = "bfloat16 parameters"

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks import (
     boundary,
-    chaos,
+    chaos_page,
     checkpoints,
     lengths,
     load,
@@ -70,7 +70,7 @@ _BODIES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "reproducible": ("Cost of equal bits", reproducible.body),
     "boundary": ("Cost of a boundary beyond its reduction", boundary.body),
     "overhead": ("What is around a micro-step and a boundary", overhead.body),
-    "chaos": ("Runs disturbed on purpose", chaos.body),
+    "chaos": ("Runs disturbed on purpose", chaos_page.body),
     "checkpoints": ("Cost of checkpoints for the training", checkpoints.body),
     "load": ("Load of a run on shared services", load.body),
     "scale": ("Growth with the number of nodes", scale.body),

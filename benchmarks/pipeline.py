@@ -16,7 +16,7 @@ from benchmarks.measure import keep, machine, rows_of
 from benchmarks.sharded import timed_together
 from orchestrator import Accumulator, Loss, TorchGroup
 from orchestrator.engine.torch.group import BaseGroup
-from orchestrator.testing.processes import run_ranks
+from orchestrator.local_ranks.processes import run_ranks
 
 WIDE, LAYERS, MICRO_BATCHES, SAMPLES = 512, 16, 8, 32
 PIPED, WHOLE = "stages", "the whole model on each rank"

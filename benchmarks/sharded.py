@@ -24,11 +24,11 @@ from orchestrator.engine.torch.group import BaseGroup
 from orchestrator.engine.torch.owners import Ownership
 from orchestrator.engine.torch.sharding import OptimizerShard, ShardedReduction
 from orchestrator.engine.torch.transports import TorchGroup
+from orchestrator.local_ranks.processes import run_ranks
 from orchestrator.plan.batch import Batch
 from orchestrator.plan.order import DataOrder
 from orchestrator.plan.schedule import Schedule
 from orchestrator.plan.window import WindowPlanner
-from orchestrator.testing.processes import run_ranks
 
 STEPS, SAMPLES, WIDE, LAYERS = 4, 16, 512, 8
 OURS, BY_HAND = "ours", "fully_shard by hand"

@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     )
     from orchestrator.health.doctor import check_machine
     from orchestrator.job import Job, Loss
+    from orchestrator.local_ranks.threads import run_in_threads
     from orchestrator.plan.order import Shards
-    from orchestrator.testing.threads import run_in_threads
 
 __version__ = "0.1.0"
 __all__ = [
@@ -103,7 +103,7 @@ _HOMES = {
     "UsageError": "errors",
     "Shards": "plan.order",
     "ShardedDataset": "data",
-    "run_in_threads": "testing.threads",
+    "run_in_threads": "local_ranks.threads",
     "Run": "api",
     "Sweep": "api",
     "list_runs": "api",

@@ -7,18 +7,31 @@ but `export` imports a framework.
 from __future__ import annotations
 
 import functools
-import os
-import shlex
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
 
+from orchestrator.commands.interface import (
+    TAKES_PROGRAM,
+    AsForLaunch,
+    ConfigDir,
+    ConfigName,
+    Json,
+    Quiet,
+    Verbose,
+    command,
+    complete_overrides,
+    complete_runs,
+    options_of,
+    program_of,
+    settings_of,
+)
 from orchestrator.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
@@ -36,54 +49,43 @@ from orchestrator.report.terminal import exit_on_broken_pipe, print_error, print
 from orchestrator.rundir.folder import RunDir
 
 app = typer.Typer(pretty_exceptions_enable=False)
-WITH_PROGRAM = ("run", "launch", "plan", "audit")
 EXIT_CODES = (
     "Exit codes: 0 done, or the run finished; 1 the run failed, or what was looked for is bad; "
     "2 what was asked for is wrong; 3 stopped on request, to be resumed; 4 not judged by audit; "
     "124 wait has timed out; 130 interrupted at once."
 )
+_with_program: set[str] = set()
+"""Verbs that take a program after `--`."""
 Verb = TypeVar("Verb", bound=Callable[..., Any])
-Json = Annotated[bool, typer.Option("--json", help="Print data instead of a table.")]
-Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="More detail; tracebacks.")]
-Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Only errors.")]
 
 
-def _overrides(incomplete: str) -> list[str]:
-    from orchestrator.commands.completion import complete_override, typed_words
-
-    return complete_override(typed_words(os.environ), incomplete)
-
-
-def _runs(incomplete: str) -> list[str]:
-    from orchestrator.commands.completion import complete_run
-
-    return complete_run(incomplete)
-
-
-AsForLaunch = Annotated[
-    list[str] | None, typer.Argument(help="As for launch.", autocompletion=_overrides)
-]
-ConfigDir = Annotated[
-    str | None, typer.Option("--config-dir", "-cd", help="Folder of your own configs.")
-]
-ConfigName = Annotated[
-    str, typer.Option("--config-name", "-cn", help="Your own primary configuration in it.")
-]
-
-
-def verb(example: str, **settings: Any) -> Callable[[Verb], Verb]:
+def verb(
+    example: str, *, takes_program: bool = False, hydra: bool = False
+) -> Callable[[Verb], Verb]:
     """Register a verb whose errors become one message and an exit code.
 
     Args:
         example: for the end of its help.
+        hydra: its help and its options are Hydra's.
     """
 
     def register(function: Verb) -> Verb:
-        epilog = f"As in: python -m orchestrator {example}"
-        app.command(epilog=epilog, **settings)(_guarded(function))
+        _register(
+            function.__name__,
+            command(example, takes_program=takes_program or hydra)(function),
+            add_help_option=not hydra,
+        )
         return function
 
     return register
+
+
+def _register(name: str, function: Callable[..., Any], **settings: Any) -> None:
+    attached = settings_of(function)
+    if attached.takes_program:
+        settings |= TAKES_PROGRAM
+        _with_program.add(name)
+    app.command(name, epilog=attached.epilog, **settings)(_guarded(function))
 
 
 def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,7 +119,7 @@ def add_commands(typed: Sequence[str]) -> None:
         if name is None or name in known:  # those of `__main__.py` cannot be replaced
             continue
         try:
-            app.command(name)(_guarded(COMMANDS.load_function(name)))
+            _register(name, COMMANDS.load_function(name))
         except ConfigError as error:
             if name == first:
                 raise
@@ -136,44 +138,36 @@ def main_help(
         sys.stdout.write(context.get_help() + "\n")
 
 
-_program: list[str] = []
-"""`--` and the program after it on our command line; empty without."""
-# The options of a program without `--` before it are refused together with the program.
-TAKES_PROGRAM: dict[str, Any] = {"context_settings": {"ignore_unknown_options": True}}
-FROM_HYDRA = TAKES_PROGRAM | {"add_help_option": False}  # verbs whose help and options are Hydra's
-
-
-def _options_of(context: typer.Context) -> list[str]:
-    """Return the options of the verb that was typed, as they are typed."""
-    return [text for given in context.command.params for text in given.opts if text[0] == "-"]
-
-
-@verb("launch -m accumulation.steps=1,2,4", **FROM_HYDRA)
+@verb("launch -m accumulation.steps=1,2,4", hydra=True)
 def launch(
+    context: typer.Context,
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="KEY=VALUE, -m, …", autocompletion=_overrides)
+        list[str] | None, typer.Argument(help="KEY=VALUE, -m, …", autocompletion=complete_overrides)
     ] = None,
 ) -> None:
     """Start a run, or with -m a sweep of runs; the same as python -m orchestrator.launch."""
-    raise typer.Exit(launch_main([*(arguments or []), *_program]))
+    raise typer.Exit(launch_main([*(arguments or []), *program_of(context)]))
 
 
-@verb("run cluster.nodes=2 -- train.py --lr 0.1", **FROM_HYDRA)
+@verb("run cluster.nodes=2 -- train.py --lr 0.1", hydra=True)
 def run(
+    context: typer.Context,
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[KEY=VALUE]... -- PROGRAM [ARGUMENT]...", autocompletion=_overrides
+            metavar="[KEY=VALUE]... -- PROGRAM [ARGUMENT]...", autocompletion=complete_overrides
         ),
     ] = None,
 ) -> None:
     """Start a training program as it is, as in: run cluster.nodes=2 -- train.py --lr 0.1."""
     given = arguments or []
     wants_help = not {"-h", "--help"}.isdisjoint(given)
-    raise typer.Exit(launch_main([*given, *(_program or ([] if wants_help else ["--"]))]))
+    raise typer.Exit(
+        launch_main([*given, *(program_of(context) or ([] if wants_help else ["--"]))])
+    )
 
 
-@verb("plan cluster.nodes=3 accumulation.global_batch=1000", **TAKES_PROGRAM)
+@verb("plan cluster.nodes=3 accumulation.global_batch=1000", takes_program=True)
 def plan(
     context: typer.Context,
     overrides: AsForLaunch = None,
@@ -191,9 +185,9 @@ def plan(
     from orchestrator.sweep.tables import PlannedPoints, plan_line, show_plan
 
     given = tuple(overrides or ())
-    if _program:
-        given += program_overrides(_program[1:], before=given)
-    check_overrides(given, verb="plan", options=_options_of(context))
+    if program := program_of(context):
+        given += program_overrides(program[1:], before=given)
+    check_overrides(given, verb="plan", options=options_of(context))
     line = CommandLine(
         overrides=given, config_dir=config_dir, config_name=config_name, multirun=multirun
     )
@@ -211,14 +205,14 @@ def resume(
     run: Annotated[
         Path,
         typer.Argument(
-            help="A run folder, or a sweep's: its unfinished points.", autocompletion=_runs
+            help="A run folder, or a sweep's: its unfinished points.", autocompletion=complete_runs
         ),
     ],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
             help="KEY=VALUE: more updates, other nodes, another cluster, …",
-            autocompletion=_overrides,
+            autocompletion=complete_overrides,
         ),
     ] = None,
     config_dir: ConfigDir = None,
@@ -268,7 +262,9 @@ def new(
 def status(
     runs: Annotated[
         list[Path] | None,
-        typer.Argument(help="Run folders, or a sweep's; none: all in runs/.", autocompletion=_runs),
+        typer.Argument(
+            help="Run folders, or a sweep's; none: all in runs/.", autocompletion=complete_runs
+        ),
     ] = None,
     sort: Annotated[
         str | None,
@@ -328,7 +324,9 @@ def status(
 
 @verb("attach RUN")
 def attach(
-    run: Annotated[Path, typer.Argument(help="A run folder, or a sweep's.", autocompletion=_runs)],
+    run: Annotated[
+        Path, typer.Argument(help="A run folder, or a sweep's.", autocompletion=complete_runs)
+    ],
     verbose: Verbose = False,
     quiet: Quiet = False,
 ) -> None:
@@ -350,7 +348,7 @@ def attach(
 @verb("wait RUN --timeout 3600 --json")
 def wait(
     runs: Annotated[
-        list[Path], typer.Argument(help="Run folders, or sweeps'.", autocompletion=_runs)
+        list[Path], typer.Argument(help="Run folders, or sweeps'.", autocompletion=complete_runs)
     ],
     timeout_s: Annotated[
         float | None,
@@ -384,7 +382,7 @@ def wait(
 
 @verb("logs RUN --rank 3 -f")
 def logs(
-    run: Annotated[Path, typer.Argument(help="A run folder.", autocompletion=_runs)],
+    run: Annotated[Path, typer.Argument(help="A run folder.", autocompletion=complete_runs)],
     rank: Annotated[int | None, typer.Option(min=0, help="Whose; rank 0's by default.")] = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Until the run ends.")] = False,
     lines: Annotated[
@@ -408,7 +406,9 @@ def logs(
 def cancel(
     run: Annotated[
         Path,
-        typer.Argument(help="A run folder, or a sweep's: all its points.", autocompletion=_runs),
+        typer.Argument(
+            help="A run folder, or a sweep's: all its points.", autocompletion=complete_runs
+        ),
     ],
     now: Annotated[bool, typer.Option("--now", help="At once, without a checkpoint.")] = False,
     verbose: Verbose = False,
@@ -432,11 +432,14 @@ def cancel(
 @verb("compare RUN_A RUN_B --tensors")
 def compare(
     a: Annotated[
-        Path, typer.Argument(help="A run folder, or a safetensors file.", autocompletion=_runs)
+        Path,
+        typer.Argument(help="A run folder, or a safetensors file.", autocompletion=complete_runs),
     ],
     b: Annotated[
         Path,
-        typer.Argument(help="The reference: differences are relative to it.", autocompletion=_runs),
+        typer.Argument(
+            help="The reference: differences are relative to it.", autocompletion=complete_runs
+        ),
     ],
     tensors: Annotated[bool, typer.Option("--tensors", help="Tensor by tensor.")] = False,
     at_most: Annotated[
@@ -480,7 +483,7 @@ def compare(
 
 @verb("export RUN --torch")
 def export(
-    run: Annotated[Path, typer.Argument(help="A run folder.", autocompletion=_runs)],
+    run: Annotated[Path, typer.Argument(help="A run folder.", autocompletion=complete_runs)],
     safetensors: Annotated[
         bool, typer.Option("--safetensors", help="The weights in one file; the default.")
     ] = False,
@@ -509,28 +512,6 @@ def export(
     say(Console(), f"{made} is written: the checkpoint after {updates} updates", prose=True)
 
 
-@verb("report RUN --format csv")
-def report(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(help="Run folders, or sweeps': on one page.", autocompletion=_runs),
-    ],
-    form: Annotated[str, typer.Option("--format", help="html (a page), csv or json.")] = "html",
-    output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", help="A file; a page's is RUN/report.html, or report.html."),
-    ] = None,
-    verbose: Verbose = False,
-) -> None:
-    """Write a page about a run or a sweep: curves, time, memory, what differs, how to repeat it."""
-    del verbose
-    from orchestrator.report_page.page import write_report
-
-    first, *others = (run.absolute() for run in runs)
-    if (page := write_report(first, form, output, others)) is not None:
-        say(Console(), f"report: {page}")
-
-
 SIGNS = {"good": ("ok", "green"), "note": ("note", "yellow"), "bad": ("BAD", "bold red")}
 
 
@@ -540,7 +521,7 @@ def doctor(
         list[str] | None,
         typer.Argument(
             help="As for launch: +cluster=slurm, cluster.nodes=4, run.dir=...",
-            autocompletion=_overrides,
+            autocompletion=complete_overrides,
         ),
     ] = None,
     run: Annotated[
@@ -575,111 +556,6 @@ def doctor(
         raise typer.Exit(EXIT_FAILED)
 
 
-@verb("rehearse job=digits cluster.nodes=3 --faults 20 --seed 7")
-def rehearse(
-    overrides: AsForLaunch = None,
-    faults: Annotated[int, typer.Option("--faults", help="How many.")] = 6,
-    seed: Annotated[int, typer.Option("--seed", help="Which ones, and when.")] = 0,
-    only: Annotated[
-        str, typer.Option("--only", help="Kinds of faults, with commas; all by default.")
-    ] = "",
-    config_dir: ConfigDir = None,
-    config_name: ConfigName = "config",
-    into: Annotated[
-        Path | None, typer.Option("--into", help="A new folder; below runs/ by default.")
-    ] = None,
-    as_json: Json = False,
-    verbose: Verbose = False,
-) -> None:
-    """Run a job small, kill, stop and cut off parts of it, and compare its end.
-
-    Exit code 1 where anything is otherwise than in an undisturbed run.
-    """
-    del verbose
-    from orchestrator.config.command_line import CommandLine
-    from orchestrator.rehearse.rehearsal import plan_rehearsal, print_rehearsal
-    from orchestrator.rehearse.rehearsal import rehearse as play
-
-    given, console = tuple(overrides or ()), Console(stderr=as_json)
-    line = CommandLine(overrides=given, config_dir=config_dir, config_name=config_name)
-    kinds = [kind.strip() for kind in only.split(",") if kind.strip()]
-    to_play = plan_rehearsal(line, faults, kinds)
-    folder = (into or Path(f"runs/rehearsal_{datetime.now(UTC):%Y-%m-%d_%H-%M-%S}")).absolute()
-    try:
-        folder.mkdir(mode=0o700, parents=True)
-    except FileExistsError as error:
-        raise RunFolderError(f"{folder} is there already; name a new one: --into") from error
-    for note in to_play.notes:
-        say(console, f"note: {note}", "dim", prose=True)
-    found = play(
-        to_play, folder, seed=seed, faults=faults, say=lambda line: say(console, line, "dim")
-    )
-    if as_json:
-        print_json({**asdict(found), "folder": str(folder)})
-    else:
-        print_rehearsal(found, console)
-    if found.wrong:
-        for sentence in found.wrong:
-            say(Console(stderr=True), f"error: {sentence}", "bold red")
-        argv = [*given, *line.flags]
-        argv += ["--only", only] if only else []
-        again = shlex.join([*argv, "--faults", str(faults), "--seed", str(seed)])
-        say(Console(stderr=True), f"the same again: python -m orchestrator rehearse {again}")
-        raise typer.Exit(EXIT_FAILED)
-
-
-@verb("audit cluster.ranks_per_node=2 -- train.py --accumulation 4", **TAKES_PROGRAM)
-def audit(
-    context: typer.Context,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]... -- SCRIPT [ARGUMENT]...", autocompletion=_overrides),
-    ] = None,
-    steps: Annotated[
-        str | None,
-        typer.Option("--steps", help="The script's argument for the micro-steps: --k={steps}."),
-    ] = None,
-    updates: Annotated[
-        int | None,
-        typer.Option("--updates", help="How many; by default 8, or to an epoch's end if near."),
-    ] = None,
-    fake_cuda: Annotated[
-        bool, typer.Option("--fake-cuda", help="Let a script that names cuda run on CPUs.")
-    ] = False,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Exit with 1 for a slow script, too.")
-    ] = False,
-    as_json: Json = False,
-    verbose: Verbose = False,
-) -> None:
-    """Judge a script's gradient accumulation: is each update that of one big batch?
-
-    Exit code 0 if it is right, if slowly so; 1 if something is wrong; 4 if it cannot be judged.
-    """
-    from orchestrator.audit import command as auditing
-    from orchestrator.config.command_line import check_overrides
-    from orchestrator.runs.follow import OutputOptions
-
-    check_overrides(overrides or (), verb="audit", options=_options_of(context))
-    console = Console()
-    output = OutputOptions(console=Console(stderr=True), verbose=verbose, quiet=True)
-    found, code = auditing.audit(
-        overrides or (),
-        _program[1:],
-        steps=steps,
-        updates=updates,
-        fake_cuda=fake_cuda,
-        output=output,
-        strict=strict,
-    )
-    if as_json:
-        print_json({"runs": [made.to_json() for made in found]})
-    else:
-        for made in found:
-            auditing.print_audit(made, console)
-    raise typer.Exit(code)
-
-
 def main() -> None:
     """Run the verbs, as `python -m orchestrator` and as the console script `orchestrator`."""
     script = Path(sys.argv[0]).name == "orchestrator"
@@ -687,17 +563,18 @@ def main() -> None:
         # A job is imported from the working folder, as ranks do and as with `python -m`; a script
         # has its own folder there instead.
         sys.path[0] = str(Path.cwd())
-    given = sys.argv[1:]
-    if "--" in given and given[0] in WITH_PROGRAM:  # typer would take the dashes away
-        _program[:] = given[given.index("--") :]
-        given = given[: given.index("--")]
+    given, program = sys.argv[1:], list[str]()
+    before = list(itertools.takewhile(lambda word: word != "--", given))
     try:
         with exit_on_broken_pipe():
             try:
-                add_commands(given)
+                add_commands(before)
             except OrchestratorError as error:
                 sys.exit(print_error(error))
-            app(given, prog_name="orchestrator" if script else "python -m orchestrator")
+            if before and before[0] in _with_program:  # typer would take the dashes away
+                given, program = before, given[len(before) :]
+            name = "orchestrator" if script else "python -m orchestrator"
+            app(given, prog_name=name, obj=program)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
 

@@ -44,12 +44,11 @@ from orchestrator.errors import (
     shortened,
 )
 from orchestrator.job import definition_time
-from orchestrator.plugins import FRAMEWORKS
+from orchestrator.plugins import COMMANDS, FRAMEWORKS
 from orchestrator.report.compare import compare as compare_weights
 from orchestrator.report.compare_runs import RunComparison, compare_folders
 from orchestrator.report.sweep_tables import current_overrides, only_varying
 from orchestrator.report.terminal import command
-from orchestrator.report_page.page import write_report
 from orchestrator.rundir.checkpoints import (
     BEST,
     Checkpoint,
@@ -651,6 +650,7 @@ class Run:
 
         Raises:
             UsageError: the page needs a package that is not installed.
+            ConfigError: the report page is not part of this installation.
         """
         return _write_page(self._existing().path, output)
 
@@ -769,7 +769,7 @@ def _is_finite(value: Any) -> bool:
 
 def _write_page(path: Path, output: str | os.PathLike[str] | None) -> Path:
     target = path / "report.html" if output is None else _absolute(output)
-    write_report(path, "html", target)
+    COMMANDS.load_function("report")([path], output=target, quiet=True)
     return target
 
 

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from orchestrator.errors import ConfigError, OrchestratorError, nearest, shortened
 
 Base = TypeVar("Base")
+ROOT = Path(__file__).parent.parent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,8 +112,8 @@ class PluginKind:
         """Return that one of ours was taken away, in a sentence; None if it is there."""
         if _is_there(self.ours[name]):
             return None
-        folder = self.ours[name].partition(":")[0].rpartition(".")[0].replace(".", "/")
-        return f"{self.key}={name} is not part of this installation: {folder}/ is missing"
+        missing = _missing_path(self.ours[name])
+        return f"{self.key}={name} is not part of this installation: {missing} is missing"
 
     def names(self) -> list[str]:
         """Return the names of all plug-ins that are there: ours, then those of other packages."""
@@ -181,9 +182,9 @@ TRACKERS = PluginKind(
     key="tracker.kind",
     group="orchestrator.trackers",
     ours={
-        "tensorboard": "orchestrator.trainer.trackers:TensorBoard",
-        "mlflow": "orchestrator.trainer.trackers:MLflow",
-        "wandb": "orchestrator.trainer.trackers:WandB",
+        "tensorboard": "orchestrator.trainer.tensorboard:TensorBoard",
+        "mlflow": "orchestrator.trackers.mlflow:MLflow",
+        "wandb": "orchestrator.trackers.wandb:WandB",
     },
     besides=("none",),
 )
@@ -207,6 +208,9 @@ COMMANDS = PluginKind(
     key="command",
     group="orchestrator.commands",
     ours={
+        "report": "orchestrator.report_page.command:report",
+        "rehearse": "orchestrator.rehearse.command:rehearse",
+        "audit": "orchestrator.audit.command:audit",
         "replay": "orchestrator.replay.command:replay",
         "bisect": "orchestrator.replay.command:bisect",
     },
@@ -226,8 +230,18 @@ def _package(entry: Any) -> str:
 
 def _is_there(where: str) -> bool:
     """Return whether the module of "module:Class" of this package exists. Imports nothing."""
-    path = Path(__file__).parent.joinpath(*where.partition(":")[0].split(".")[1:])
-    return path.with_suffix(".py").exists()
+    return (ROOT / _path(where)).exists()
+
+
+def _path(where: str) -> Path:
+    """Return the file of "module:Class", below the folder of this package."""
+    return Path(*where.partition(":")[0].split(".")).with_suffix(".py")
+
+
+def _missing_path(where: str) -> str:
+    """Return what is missing of "module:Class": its folder, or the file in a folder that exists."""
+    file = _path(where)
+    return str(file) if (ROOT / file.parent).exists() else f"{file.parent}/"
 
 
 def imported(where: str) -> Any:

@@ -1,23 +1,60 @@
 """Without an add-on's folder everything else works, and says what is missing."""
 
+import re
 import shutil
 import subprocess
+import tomllib
+from dataclasses import dataclass
 
 import pytest
 
+from orchestrator.plugins import PluginKind
 from tests.helpers import LIGHT, ROOT, TINY, call, verb
 
 pytestmark = pytest.mark.whole_runs
 
+
+@dataclass(frozen=True)
+class AddOn:
+    """How an add-on enters.
+
+    Attributes:
+        commands: its verbs.
+        settings: words of a launch that need it.
+        refused: the setting, as the refusal names it.
+    """
+
+    commands: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+    refused: str = ""
+
+
 ADD_ONS = {
-    # name: its command, if it has one; a setting that needs it; the key that the refusal names
-    "replay": ("replay", ["run.callbacks=[replay]"], "run.callbacks=replay"),
-    "sentinel": (
-        None,
-        ["accumulation.sentinel_every=2", "accumulation.reduction=reproducible"],
-        "accumulation.sentinel_every=2: run.callbacks=sentinel",
+    "audit": AddOn(commands=("audit",)),
+    "rehearse": AddOn(commands=("rehearse",)),
+    "replay": AddOn(
+        commands=("replay", "bisect"),
+        settings=("run.callbacks=[replay]",),
+        refused="run.callbacks=replay",
     ),
+    "report_page": AddOn(commands=("report",)),
+    "search": AddOn(
+        settings=("-m", "sweep.search=tpe", "sweep.trials=2", "schedule.base_lr=interval(0.1,1)"),
+        refused="sweep.search=tpe",
+    ),
+    "sentinel": AddOn(
+        settings=("accumulation.sentinel_every=2", "accumulation.reduction=reproducible"),
+        refused="accumulation.sentinel_every=2: run.callbacks=sentinel",
+    ),
+    "submitit_plugin": AddOn(),
+    "testing": AddOn(),
+    "trackers": AddOn(settings=("tracker=mlflow",), refused="tracker.kind=mlflow"),
 }
+PRESENT = [
+    name
+    for name in ADD_ONS
+    if (ROOT / "orchestrator" / name).exists() or (ROOT / "orchestrator" / f"{name}.py").exists()
+]
 SHAPE = (
     "cluster.nodes=1",
     "cluster.ranks_per_node=2",
@@ -29,11 +66,8 @@ SHAPE = (
 )
 
 
-@pytest.fixture(scope="module", params=[n for n in ADD_ONS if (ROOT / "orchestrator" / n).exists()])
-def without(request, tmp_path_factory):
-    """Return an add-on, and the environment of a copy of the source that lacks it."""
-    name = request.param
-    copy = tmp_path_factory.mktemp(f"without_{name}")
+def copy_without(names, folder):
+    """Copy the source without these add-ons; return where and how commands of the copy run."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "orchestrator", "conf", "jobs", "hydra_plugins"],
         cwd=ROOT,
@@ -42,42 +76,88 @@ def without(request, tmp_path_factory):
         check=True,
     ).stdout
     for path in filter(None, listed.split("\0")):
-        if not path.startswith(f"orchestrator/{name}/") and (ROOT / path).exists():
-            (copy / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / path, copy / path, follow_symlinks=False)
-    shutil.copytree(ROOT / "tests", copy / "tests", ignore=shutil.ignore_patterns(name))
+        below = path.removeprefix("orchestrator/").partition("/")[0].removesuffix(".py")
+        if below not in names and (ROOT / path).exists():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / path, folder / path, follow_symlinks=False)
+    shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns(*names))
     toy = ROOT / "tests" / "third_party" / "framework"
-    return name, {"cwd": copy, "PYTHONPATH": f"{copy}:{toy}"}
+    return {"cwd": folder, "PYTHONPATH": f"{folder}:{toy}"}
 
 
-def test_no_module_of_core_imports_it(without):
-    name, where = without
-    done = subprocess.run(
-        ["grep", "-rlE", rf"^\s*(from|import) orchestrator\.{name}", "orchestrator"],
+def refuses(name, where):
+    """Check that the verbs and the setting of a missing add-on are refused."""
+    add_on, missing = ADD_ONS[name], f"is not part of this installation: orchestrator/{name}/"
+    for command in add_on.commands:
+        refused = verb(command, "a", code=2, **where).stderr
+        assert refused.endswith(f"command={command} {missing} is missing\n")
+    if add_on.settings:
+        refused = call(TINY, *SHAPE, *add_on.settings, code=2, **where)
+        text = " ".join((refused.stdout + refused.stderr).split())
+        assert "starting" not in text
+        assert f"{add_on.refused} {missing}" in text
+
+
+def is_listed(command, text):
+    return re.search(rf"^\W*{command}\s", text, re.MULTILINE) is not None
+
+
+@pytest.mark.parametrize("name", PRESENT)
+def test_one_is_missing(name, tmp_path):
+    """Its verbs are not listed, those of the others are; what needs it is refused; a run runs."""
+    where = copy_without([name], tmp_path / "copy")
+    listed = verb("--help", code=0, **where).stdout
+    for other in PRESENT:
+        for command in ADD_ONS[other].commands:
+            assert is_listed(command, listed) == (other != name)
+    refuses(name, where)
+    done = call(LIGHT, *SHAPE, f"run.dir={tmp_path}/run", code=0, **where)
+    assert "submitit" not in done.stderr
+
+
+def test_all_are_missing(tmp_path):
+    where = copy_without(ADD_ONS, tmp_path / "copy")
+    names = "|".join(ADD_ONS)
+    imports = subprocess.run(
+        ["grep", "-rE", rf"(from|import) orchestrator\.({names})\b", "orchestrator"],
         cwd=where["cwd"],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.stdout == ""
-
-
-def test_its_command_is_not_listed_and_others_work(without, tmp_path):
-    name, where = without
-    command, settings, key = ADD_ONS[name]
-    listed = verb("--help", code=0, **where).stdout
-    assert "resume" in listed
-    if command is not None:
-        assert command not in listed
-        refused = verb(command, "a", code=2, **where).stderr
-        missing = f"is not part of this installation: orchestrator/{name}/ is missing\n"
-        assert refused.endswith(missing)
+    assert imports.stdout == ""
     run = tmp_path / "run"
+    assert is_listed("resume", verb("--help", code=0, **where).stdout)
     call("--cfg", "job", code=0, **where)
     verb("plan", LIGHT, *SHAPE, code=0, **where)
     call(LIGHT, *SHAPE, f"run.dir={run}", code=0, **where)
     verb("resume", run, "train.updates=3", code=0, **where)
-    refused = call(TINY, *SHAPE, *settings, code=2, **where)
-    text = " ".join((refused.stdout + refused.stderr).split())
-    assert "starting" not in text
-    assert f"{key} is not part of this installation: orchestrator/{name}/" in text
+    refuses("report_page", where)
+
+
+@pytest.mark.parametrize(
+    ("where", "missing"),
+    [
+        ("orchestrator.gone:Gone", "orchestrator/gone.py"),
+        ("orchestrator.gone.method:Gone", "orchestrator/gone/"),
+        ("orchestrator.config.gone:Gone", "orchestrator/config/gone.py"),
+    ],
+)
+def test_the_file_or_the_folder_that_is_missing_is_named(where, missing):
+    kind = PluginKind(key="a.key", group="orchestrator.things", ours={"gone": where})
+    assert kind.names() == []
+    assert (
+        kind.refusal("gone") == f"a.key=gone is not part of this installation: {missing} is missing"
+    )
+
+
+def test_each_has_its_place_in_the_top_layer():
+    """So nothing imports it, neither core nor another add-on."""
+    configuration = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    [contract] = [
+        contract
+        for contract in configuration["tool"]["importlinter"]["contracts"]
+        if contract["name"] == "Imports point one way"
+    ]
+    top = {*re.findall(r"\(orchestrator\.(\w+)\)", contract["layers"][0])}
+    assert top == {*ADD_ONS}

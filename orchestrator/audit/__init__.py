@@ -1,6 +1,6 @@
 """The audit of a training script: is its update that of one big batch?
 
-`command.py` starts a run whose ranks are observed (`observe.py`), and judges their records
+`auditing.py` starts a run whose ranks are observed (`observe.py`), and judges their records
 (`judge.py`).
 """
 

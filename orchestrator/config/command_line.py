@@ -35,10 +35,7 @@ VERBS = (
     "cancel",
     "compare",
     "export",
-    "report",
     "doctor",
-    "rehearse",
-    "audit",
 )
 
 

@@ -352,8 +352,8 @@ def _rates(config: Config, known: JobFacts, order: DataOrder, length: Length) ->
     of_optimizer = not config.optimizer and settings.base_lr is None
     source = "learning_rate" if known.own_rate else "optimizer" if of_optimizer else "schedule"
     own = known.own_rate or (of_optimizer and base is None)
-    # The workers will know the run's end, so a plan without the data must not fail here: a rate that
-    # does not fall still has the first value and the peak.
+    # The workers will know the run's end, so a plan without the data must not fail here: its first
+    # value and peak are those of a rate that does not fall.
     unknown = total is None and settings.decay in ("cosine", "linear")
     schedule = Schedule(
         base_lr=DEFAULT_BASE_LR if base is None else base,

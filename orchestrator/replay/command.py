@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from orchestrator.commands.interface import command
 from orchestrator.config.command_line import check_overrides, key_of
 from orchestrator.errors import EXIT_FAILED, UsageError
 from orchestrator.replay.bisecting import bisect_runs
@@ -21,6 +22,7 @@ from orchestrator.report.terminal import print_json, say
 PLACES = ("cluster", "cluster.kind", "cluster.nodes", "cluster.ranks_per_node")
 
 
+@command("replay RUN --update 48211")
 def replay(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
     overrides: Annotated[
@@ -59,8 +61,6 @@ def replay(
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Tracebacks.")] = False,
 ) -> None:
     """Compute any recorded update of a run again, and say whether it agrees with the record.
-
-    As in: python -m orchestrator replay RUN --update 48211
 
     Exit code 1 where it does not agree.
     """
@@ -118,6 +118,7 @@ def replay(
         raise typer.Exit(EXIT_FAILED)
 
 
+@command("bisect RUN_A RUN_B")
 def bisect(
     a: Annotated[Path, typer.Argument(help="A run folder.")],
     b: Annotated[Path, typer.Argument(help="Another run, which should be equal to it.")],
@@ -128,8 +129,6 @@ def bisect(
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Tracebacks.")] = False,
 ) -> None:
     """Find the first update, micro-step and parameter in which two runs differ, and what else does.
-
-    As in: python -m orchestrator bisect RUN_A RUN_B
 
     Exit code 1 where they differ.
     """

@@ -47,7 +47,7 @@ def html_of(data: dict[str, Any]) -> str:
         autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined
     )
     template = environment.from_string(
-        files("orchestrator.report").joinpath("page.html").read_text("utf-8")
+        files("orchestrator.report_page").joinpath("page.html").read_text("utf-8")
     )
     drawn = charts(data)
     specs = {

@@ -66,11 +66,13 @@ class Tracker(ABC):
     Attributes:
         Options: a dataclass of what `tracker.options` may hold.
         title: of what it writes, for messages.
+        requires: a module that it imports, and the package to install for it.
         state: how the attempt ended; set before `close`.
     """
 
     Options: ClassVar[type] = NoOptions
     title: str = "the output of tracker.kind"
+    requires: tuple[str, str] | None = None
     state: State = State.FINISHED
 
     def __init__(self, run: RunDir, config: Config) -> None:
@@ -86,22 +88,23 @@ class Tracker(ABC):
         """Nothing follows in this attempt."""
 
 
-_PACKAGES = {"tensorboard": "tensorboard", "mlflow": "mlflow-skinny", "wandb": "wandb"}
-
-
 def check_tracker(kind: str) -> None:
-    """Raise `ConfigError` where the package of a built-in tracker is missing: any rank may become
-    the one that records. Of the default `Scalars` warns: it may not have been chosen.
+    """Raise `ConfigError` where the package of a tracker is missing: any rank may become the one
+    that records. Of the default `Scalars` warns: it may not have been chosen.
     """
-    if kind != TrackerConfig.kind and _is_missing(kind):
+    if kind != TrackerConfig.kind and (package := _missing_package(kind)):
         raise ConfigError(
             f"tracker.kind={kind} writes with a package that is not installed; pip install "
-            f"{_PACKAGES[kind]}, or tracker=none"
+            f"{package}, or tracker=none"
         )
 
 
-def _is_missing(kind: str) -> bool:
-    return kind in _PACKAGES and importlib.util.find_spec(kind) is None
+def _missing_package(kind: str) -> str | None:
+    """Return what has to be installed for a tracker; None if nothing has to."""
+    requires = None if kind in TRACKERS.besides else TRACKERS.load(kind, Tracker).requires
+    if requires is None or importlib.util.find_spec(requires[0]) is not None:
+        return None
+    return requires[1]
 
 
 _TRACKS = "it waits for its tracker"
@@ -113,11 +116,10 @@ class Scalars:
     def __init__(self, run: RunDir, config: Config) -> None:
         kind = config.tracker.kind
         self._tracker: Tracker | None = None
-        if kind == TrackerConfig.kind and _is_missing(kind):
+        if kind == TrackerConfig.kind and (package := _missing_package(kind)):
             warn(
                 f"tracker.kind={kind}, the default, writes with a package that is not installed, "
-                f"so metrics.jsonl alone has the scalars; pip install {_PACKAGES[kind]}, or "
-                "tracker=none"
+                f"so metrics.jsonl alone has the scalars; pip install {package}, or tracker=none"
             )
             return
         try:

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from orchestrator.audit import command as auditing
+from orchestrator.audit import auditing
 from orchestrator.errors import ConfigError
 from orchestrator.runs.follow import OutputOptions
-from tests.helpers import ROOT, begin_anew, until, verb
+from tests.docs.json_fields import Fields, printed
+from tests.helpers import ROOT, TINY, begin_anew, until, verb
 
 pytestmark = pytest.mark.long
 
@@ -376,6 +377,18 @@ def test_what_cannot_be_audited_is_refused(overrides, program, more, message):
         auditing.audit(overrides, program, fake_cuda=False, **options)
 
 
+@pytest.mark.parametrize(
+    ("line", "answer"),
+    [
+        ("train.py --lr 3", "python -m orchestrator audit -- train.py --lr 3"),
+        ("--step 3", "audit has no option '--step'; did you mean '--steps'?"),
+    ],
+)
+def test_options_of_a_script_need_its_dashes(line, answer, tmp_path):
+    refused = verb("audit", *line.split(), code=2, cwd=tmp_path)
+    assert answer in " ".join(refused.stderr.split())
+
+
 def test_an_interrupt_leaves_nothing(tmp_path):
     script(tmp_path, body="import time; open('/dev/null'); time.sleep(1)")
     temporary = tmp_path / "temporary"
@@ -435,3 +448,10 @@ def test_updates_that_cannot_be_tested_are_not_judged(text, ranks, reason, tmp_p
     assert (done.returncode, made["state"]) == (4, "not judged"), done.stderr
     assert not made["notes"]  # the script was not disturbed
     assert any(reason in f["text"] for f in made["findings"] if f["row"] == "weights")
+
+
+def test_json_has_the_documented_fields(tmp_path):
+    fields = Fields("audit")
+    where = ("cluster.nodes=1", "cluster.ranks_per_node=1", "tracker=none")
+    fields.check(printed("audit", TINY, *where, "--updates", 3, cwd=tmp_path, codes=(0, 1, 4)))
+    assert fields.unseen == set()

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from orchestrator.audit.command import Audit
+from orchestrator.audit.auditing import Audit
 from orchestrator.audit.faults import FAULTS
 from orchestrator.audit.judge import RIGHT, ROWS, SLOW, UNJUDGED, WRONG, judge, read_trace
 from orchestrator.audit.loss_graph import read_loss

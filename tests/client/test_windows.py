@@ -24,9 +24,9 @@ from orchestrator import (
 from orchestrator.callbacks import Callback
 from orchestrator.client.run import CurrentRun
 from orchestrator.errors import NonFiniteError, RunFolderError
+from orchestrator.local_ranks.processes import run_ranks
 from orchestrator.plan.order import DataOrder
 from orchestrator.rundir.program_link import RUN
-from orchestrator.testing.processes import run_ranks
 from tests.engine.torch.jobs import numbers_of, sgd_accumulator
 from tests.run_folders import make_run, record
 

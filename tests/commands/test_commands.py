@@ -12,13 +12,17 @@ import typer
 from typer.testing import CliRunner
 
 from orchestrator import errors
-from orchestrator.__main__ import EXIT_CODES, app
+from orchestrator.__main__ import EXIT_CODES, add_commands, app
 from orchestrator.config import command_line
+from orchestrator.plugins import COMMANDS
 from orchestrator.report.status_tables import with_trials
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from tests.helpers import ROOT, environment
 
+ADD_ONS = sorted(COMMANDS.ours.keys() & {*COMMANDS.names()})
+for add_on in ADD_ONS:
+    add_commands([add_on])
 VERBS = typer.main.get_command(app).commands
 ACTS = {
     "new": "it writes a folder",
@@ -68,9 +72,7 @@ def here(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("line", "answer"),
     [
-        ("audit train.py --lr 3", "python -m orchestrator audit -- train.py --lr 3"),
         ("plan cluster.nodes=1 train.py --lr=3", "plan cluster.nodes=1 -- train.py --lr=3"),
-        ("audit --step 3", "audit has no option '--step'; did you mean '--steps'?"),
         ("plan --confg-dir=x", "plan has no option '--confg-dir'; did you mean '--config-dir'?"),
         ("plan --step 3", "plan has no option '--step'; python -m orchestrator plan --help"),
     ],
@@ -141,7 +143,7 @@ def test_exit_codes_are_as_documented(here, made, words, code):
 
 
 def test_a_verb_after_launch_is_known_as_one():
-    assert {*command_line.VERBS} == {*VERBS}
+    assert {*command_line.VERBS} == {*VERBS} - {*ADD_ONS}
 
 
 def test_the_version_is_that_of_the_project(here):

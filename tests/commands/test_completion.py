@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.plugins import COMMANDS
 from tests.helpers import ROOT, environment
 
 SCRIPT = ROOT / ".venv" / "bin" / "orchestrator"
@@ -72,7 +73,10 @@ def test_keys_their_choices_and_groups(folder):
     ]
 
 
-@pytest.mark.parametrize("verb", ["status", "resume", "logs", "cancel", "wait", "report", "attach"])
+VERBS = ["status", "resume", "logs", "cancel", "wait", "attach", *{"report"} & {*COMMANDS.names()}]
+
+
+@pytest.mark.parametrize("verb", VERBS)
 def test_run_folders(folder, verb):
     runs = in_bash(folder, "orchestrator", verb, "ru")
     assert sorted(map(Path, runs)) == [Path("runs/2026-11-29_a"), Path("runs/2026-11-30_b")]

@@ -23,8 +23,8 @@ from orchestrator.__main__ import add_commands, app
 from orchestrator.commands.new import FILES
 from orchestrator.config.command_line import read_command_line
 from orchestrator.config.composer import Composer
+from orchestrator.plugins import COMMANDS
 from orchestrator.runs.start import prepare
-from orchestrator.search.search import Search
 from orchestrator.sweep.points import check_points
 from tests.docs.printed import PROGRAMS, ROOT, SLURMS, inline, python_blocks, shell_commands
 from tests.helpers import begin, call, records, until
@@ -50,19 +50,23 @@ ELSEWHERE = {
     r"reduction=reproducible": "tests/docs/test_examples.py executes them",
     r"mindspore|job=line": "tests/docs/test_examples.py, tests/engine/mindspore",
     r"runs/(start|torch)\b": "the same: it is what these are compared with",
-    r"orchestrator rehearse": "minutes: tests/health",
-    r"orchestrator audit": "scripts that train: tests/audit",
     r"orchestrator export": "runs of torch: tests/end_to_end/test_restarts.py",
     r"sweep\.search": "twelve runs: tests/search/test_whole.py",
     r"experiment=time_and_memory": "half a minute: tests/sweep/test_whole.py plans it",
     r"accumulation\.steps=1,2": "some runs of torch: tests/sweep/test_whole.py plans the like",
     r"ranks_per_node=8": "eight ranks of the job that others execute",
     r"--lr 0\.1|--epochs 3": "programs of the same shape are executed",
-    r"http:|tracker=": "a server, or an extra: tests/trainer/test_trackers.py",
+    r"http:|tracker=": "a server, or an extra: tests/trackers/test_trackers.py",
     r"completion": "writes into a shell's own files",
 }
-if "replay" in VERBS:  # an add-on
-    ELSEWHERE[r"orchestrator (replay|bisect)"] = "runs of torch: tests/replay"
+OF_ADD_ONS = {
+    "audit": "scripts that train: tests/audit",
+    "bisect": "runs of torch: tests/replay",
+    "rehearse": "minutes: tests/rehearse",
+    "replay": "runs of torch: tests/replay",
+}
+ELSEWHERE |= {rf"orchestrator {verb}": why for verb, why in OF_ADD_ONS.items() if verb in VERBS}
+MISSING = COMMANDS.ours.keys() - {*COMMANDS.names()}
 CACHE = str(Path.home() / ".cache")  # with the digits, which all ranks would make
 SPEAKS = """
 from tests.light_job import Light
@@ -85,9 +89,9 @@ def printed(folder):
             found.setdefault(installed(shlex.split(one.text)), one.page)
         elif words[0] in VERBS and "RUN" in words:
             found.setdefault(("orchestrator", *words), one.page)
-    for verb in (info for info in app.registered_commands if info.epilog):  # add-ons have none
+    for verb in (info for info in app.registered_commands if info.epilog):  # of ours, all have one
         found.setdefault(installed(shlex.split(verb.epilog)[2:]), "the help")
-    return found
+    return {words: page for words, page in found.items() if MISSING.isdisjoint(words[1:2])}
 
 
 def installed(words):
@@ -208,6 +212,8 @@ def composed(words):
     composer = Composer(read_command_line(words))
     found = composer.compose()
     if composer.search != "none":
+        from orchestrator.search.search import Search  # of an add-on, whose pages print this
+
         assert Search(composer).trials
     elif found.sweeps:
         assert check_points(composer)

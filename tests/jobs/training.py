@@ -2,8 +2,8 @@
 
 import copy
 
+from orchestrator.local_ranks.threads import run_in_threads
 from orchestrator.plan.split import split_leaves, split_window
-from orchestrator.testing.threads import run_in_threads
 from tests.engine.torch.jobs import engine_of
 from tests.engine.windows import run, window_of
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from orchestrator import Loss
 from orchestrator.engine.torch import Accumulator
-from orchestrator.testing.threads import run_in_threads
+from orchestrator.local_ranks.threads import run_in_threads
 
 TOKENS, WIDTH, LONGEST = 7, 4, 5
 

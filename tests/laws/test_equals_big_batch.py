@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from orchestrator import Loss
 from orchestrator.engine.torch import Accumulator
-from orchestrator.testing.threads import run_in_threads
+from orchestrator.local_ranks.threads import run_in_threads
 from tests.laws.problem import Problem, big_batch, difference, split
 
 DOUBLE = torch.float64

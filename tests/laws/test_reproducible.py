@@ -13,8 +13,8 @@ from orchestrator.engine.torch.model import seed_everything
 from orchestrator.engine.torch.reproducible import are_siblings, gap_in, nodes_of
 from orchestrator.engine.torch.state import weights_sha256
 from orchestrator.errors import PlanError
-from orchestrator.testing.processes import run_ranks
-from orchestrator.testing.threads import run_in_threads
+from orchestrator.local_ranks.processes import run_ranks
+from orchestrator.local_ranks.threads import run_in_threads
 from tests.engine.torch.jobs import sgd_accumulator
 
 LEAF = 3

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from orchestrator import Job, Loss
 from orchestrator.client.balance import MeasuredSpeeds
 from orchestrator.client.loop import RankWindows
-from orchestrator.testing.threads import run_in_threads
+from orchestrator.local_ranks.threads import run_in_threads
 from tests.engine.torch.jobs import engine_of
 from tests.engine.windows import run
 from tests.plan.stated import make_plan

@@ -38,6 +38,7 @@ from orchestrator.rehearse.rehearsal import (
 from orchestrator.rehearse.rehearsed_run import SimulatedRun
 from orchestrator.rundir.files import write_json
 from tests import helpers
+from tests.docs.json_fields import Fields, printed
 from tests.helpers import TINY, until
 
 pytestmark = [pytest.mark.whole_runs, pytest.mark.long]
@@ -281,3 +282,9 @@ def test_faults_in_processes_that_have_ended_are_none(processes):
         process.wait()
     inject(KILL_NODE, 0.0, ranks)
     assert inject(KILL_RANK, 0.0, {}).text == "kill a rank: none was left"
+
+
+def test_json_has_the_documented_fields(tmp_path):
+    fields = Fields("rehearse")
+    fields.check(printed("rehearse", *SMALL, "--faults", 1, cwd=tmp_path))
+    assert fields.unseen == set()

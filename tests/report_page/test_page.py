@@ -12,6 +12,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from orchestrator import open_run, open_sweep
 from orchestrator.report_page.data import data_of
 from orchestrator.report_page.page import csv_of, html_of, json_of, write_report
 from orchestrator.rundir.files import write_json
@@ -94,6 +95,8 @@ def test_a_program_that_reported_nothing_is_told_how(made):
     run = made("silent", records=[])
     write_json(run.plan, {"program": {"argv": ["train.py"]}})
     assert "current_run.report(update, loss=…)" in html_of(data_of(run.path))
+    [line] = csv.DictReader(csv_of(data_of(run.path)).splitlines())
+    assert (line["point"], line["loss"]) == ("silent", "0.05")
 
 
 def test_csv_has_a_line_a_run_with_raw_figures(sweep):
@@ -212,6 +215,14 @@ def test_a_page_is_written_beside_the_runs_for_their_owner_alone(sweep):
     assert page.read_text().startswith("<!doctype html>")
     assert stat.S_IMODE(page.stat().st_mode) == 0o600
     assert verb("report", sweep, "--format", "csv").stdout.startswith("point,folder,")
+
+
+def test_a_page_is_written_by_its_run_as_an_object_without_a_line(made, sweep, capfd):
+    run = open_run(made("one").path)
+    assert run.report() == run.folder / "report.html"
+    assert run.report().read_text().startswith("<!doctype html>")
+    assert open_sweep(sweep).report(sweep / "all.html").exists()
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from orchestrator.report_page.data import data_of
 from orchestrator.report_page.page import FORMATS
 from orchestrator.rundir import metrics
 from orchestrator.rundir.files import write_json
+from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.status import from_folder
 from orchestrator.rundir.warnings import warn_of
 from tests.run_folders import record, result
@@ -53,6 +54,30 @@ def test_the_command_repeats_the_run_wherever_its_folder_and_settings_came_from(
     [found] = data_of(run.path)["runs"]
     line = "--config-name mine +cluster=slurm 'job.hydra.dir=a b' train.epochs=2"
     assert found["command"] == f"python -m orchestrator.launch {line}"
+
+
+def test_a_sweep_has_the_values_that_resumes_set(made, tmp_path):
+    for point, updates in enumerate((6, 5)):
+        run = made(f"some/{point}", "train.updates=3")
+        write_json(run.resumes, {"resumes": [{"overrides": [f"train.updates={updates}"]}]})
+    runs = data_of(tmp_path / "some")["runs"]
+    assert [run["overrides"] for run in runs] == [{"train.updates": n} for n in "65"]
+    assert [run["command"].split()[-1] for run in runs] == ["train.updates=6", "train.updates=5"]
+
+
+def test_a_search_has_its_counts_its_best_trial_and_why_one_was_stopped(made, tmp_path):
+    run = made("some/0", "job.lr=0.3", ended=result(state="stopped"))
+    write_json(run.pruned, {"why": "worse after update 1 than the median"})
+    trial = {"number": 0, "state": "pruned", "value": 0.5, "point": ["job.lr=0.3"]}
+    found = {"search": "tpe", "objective": "loss", "maximize": False, "wanted": 2, "best": 0}
+    write_json(
+        RunDir(tmp_path / "some").search,
+        {**found, "trials": [trial | {"folder": "0", "why": None}]},
+    )
+    page = data_of(tmp_path / "some")
+    assert "median" in page["runs"][0]["why"]
+    assert page["sentences"][0] == "1 of 2 trials: 1 pruned"
+    assert page["sentences"][1].startswith("the best is trial 0: loss ")
 
 
 def test_a_resume_with_changed_inputs_is_on_the_page(made):

@@ -15,7 +15,6 @@ from orchestrator.clusters.api import State
 from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.report.run_tables import print_closing
 from orchestrator.report.status_tables import print_run, print_status
-from orchestrator.report_page.data import data_of
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import read_metrics
@@ -258,7 +257,6 @@ def test_a_point_that_lost_its_configuration_is_not_hidden(tmp_path):
     found, _ = statuses(expand([tmp_path / "sweep"]))
     assert [status.folder for status in found] == [run.path for run in runs]
     assert (found[0].state, "no config.yaml" in found[0].reason) == ("damaged", True)
-    assert any("no config.yaml" in text for text in data_of(tmp_path / "sweep")["sentences"])
     with pytest.raises(RunFolderError, match=r"nothing was started: .*no config\.yaml"):
         resume_sweep(tmp_path / "sweep", runs, OutputOptions(console=Screen()))
 

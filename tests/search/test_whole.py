@@ -8,6 +8,7 @@ import pytest
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import is_locked
 from orchestrator.sweep.tasks import locked_sweep
+from tests.docs.json_fields import Fields, printed
 from tests.helpers import begin, call, result, until, verb
 from tests.search.helpers import line_of
 
@@ -85,10 +86,9 @@ def test_a_hopeless_trial_is_stopped_and_stays_pruned_when_the_search_goes_on(tm
     stopped = result(folder / "5")
     assert stopped["state"] == "stopped"
     assert stopped["updates"] < 600
-    page = json.loads(verb("report", folder, "--format", "json").stdout)
-    assert "median" in page["runs"][5]["why"]
-    assert page["sentences"][0] == "6 of 6 trials: 5 complete, 1 pruned"
-    assert page["sentences"][1].startswith("the best is trial 0: loss ")
+    listed = verb("status", folder).stdout
+    assert "6 of 6 trials: 5 complete, 1 pruned" in listed
+    assert "the best is trial 0: loss " in listed
     (tmp_path / "own").mkdir()
     verb("resume", folder, "--config-dir", "own", cwd=tmp_path, code=0)
     assert result(folder / "5")["updates"] == stopped["updates"], "it is not run again"
@@ -127,3 +127,10 @@ def test_held_out_figures_have_names_of_their_own_and_are_the_default(tmp_path):
             assert trial["value"] == (held_out if name == "auto" else found["loss"])
     table = json.loads((tmp_path / "auto" / "search.json").read_text())
     assert table["objective"] == "held_out.loss"
+
+
+def test_status_has_the_documented_fields_of_trials(tmp_path):
+    fields, folder = Fields("status"), tmp_path / "search"
+    call("-m", *line_of(folder, "sweep.trials=6", "sweep.seed=1"), cwd=tmp_path)
+    fields.check(printed("status", folder))
+    assert not {path for path in fields.unseen if "/trials" in path}

@@ -11,7 +11,6 @@ from orchestrator.clusters.api import cluster_of
 from orchestrator.clusters.slurm.client import SlurmClient, accounted_scripts
 from orchestrator.config.composer import compose
 from orchestrator.errors import ClusterError
-from tests.end_to_end.test_submitit import check, run_script
 from tests.helpers import TINY, await_exit, begin, call, commit, environment, result, until
 from tests.slurm import runs
 from tests.slurm.runs import queued, wrapped_sbatch
@@ -258,9 +257,3 @@ def test_a_requeue_and_the_end_are_said_to_a_command(slurm, tmp_path):
     assert runs.wait_over(slurm, run)["state"] == "finished"
     until(lambda: "end" in notes.read_text(), what="the end's message")
     assert notes.read_text().split() == ["first_update", "requeue", "end"]
-
-
-def test_an_unmodified_script_runs_under_our_agents(slurm, tmp_path):
-    conf = f"cluster.slurm_conf={slurm.slurm_conf}"
-    lines = run_script(tmp_path / "%j", f"slurm_dev {conf}", SLURM_CONF=str(slurm.slurm_conf))
-    check(lines, tmp_path, queued=True)

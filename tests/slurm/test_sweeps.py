@@ -1,4 +1,4 @@
-"""Sweeps on SLURM: arrays, points that share a job, a search."""
+"""Sweeps on SLURM: arrays, and points that share a job."""
 
 import contextlib
 import getpass
@@ -10,7 +10,6 @@ import pytest
 
 from tests.helpers import begin, call, node_process, result, until
 from tests.hold import Hold
-from tests.search.helpers import line_of, loss_of
 from tests.slurm import runs
 from tests.slurm.runs import queued
 
@@ -149,38 +148,3 @@ def test_the_same_line_submits_the_points_that_did_not_fit_before(slurm, tmp_pat
     assert typed(sweep).returncode == 0
     (tmp_path / "go").touch()
     assert wait_for_end(sweep) == dict.fromkeys("0123", "finished")
-
-
-def test_jobs_of_a_killed_search_are_found_again_and_a_hopeless_one_is_stopped(slurm, tmp_path):
-    folder = tmp_path / "found"
-    line = (
-        "-m",
-        "+cluster=slurm_dev",
-        f"cluster.slurm_conf={slurm.slurm_conf}",
-        "tracker=none",
-        "cluster.nodes=1",
-        "cluster.ranks_per_node=1",
-        "job.arguments.k=1",
-        "sweep.search=grid",
-        f"run.dir={folder}",
-        "job.arguments.lr=0.3,0.31,0.32,0.33,0.34,5",
-        "sweep.prune=median",
-        "sweep.parallel=3",
-        "job.arguments.updates=400",
-        "job.arguments.pause=0.05",
-        "job.arguments.slow_from=1",
-        *line_of(folder)[-2:],
-    )
-    begun = begin(*line, **runs.QUIET)
-    until((folder / "2" / "handle.json").exists, what="the third submission")
-    begun.send_signal(signal.SIGKILL)
-    begun.communicate()
-    jobs = [runs.job_of(folder / number) for number in "012"]
-    done = call(*line, **runs.QUIET, code=0)
-    trials = json.loads((folder / "search.json").read_text())["trials"]
-    assert [runs.job_of(folder / number) for number in "012"] == jobs, "none was run twice"
-    assert [trial["state"] for trial in trials] == ["complete"] * 5 + ["pruned"], done.stdout
-    values = [trial["value"] for trial in trials[:5]]
-    assert values == [loss_of(lr, 1, 400) for lr in (0.3, 0.31, 0.32, 0.33, 0.34)]
-    until(lambda: runs.status(folder / "5")["state"] == "pruned", what="the end of the last trial")
-    assert result(folder / "5")["updates"] < 400

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from slurm import breaking
-from tests.helpers import TINY, await_exit, begin, call, result, until
+from tests.helpers import await_exit, begin, call, result, until
 from tests.slurm import runs
 from tests.slurm.runs import wrapped_sbatch
 
@@ -94,33 +94,3 @@ def test_doctor_shows_the_cluster_and_runs_a_collective_on_its_nodes(slurm, tmp_
     sums = [found for about, found in facts if about == "collective"]
     assert len(sums) == 2
     assert all("GB/s a rank" in found for found in sums)
-
-
-def test_a_rehearsal_whose_batch_script_is_killed_ends_with_the_undisturbed_bits(slurm, tmp_path):
-    small = (
-        "+cluster=slurm_dev",
-        f"cluster.slurm_conf={slurm.slurm_conf}",
-        TINY,
-        "job.pause_s=0.05",
-        "accumulation.global_batch=32",
-        "accumulation.micro_batch=4",
-        "cluster.nodes=2",
-        "cluster.ranks_per_node=1",
-        "train.updates=20",
-    )
-    done = runs.verb(
-        "rehearse",
-        *small,
-        "--faults",
-        1,
-        "--only",
-        "kill the batch script",
-        "--seed",
-        1,
-        "--into",
-        tmp_path / "of",
-        "--json",
-        code=0,
-    )
-    [row] = json.loads(done.stdout)["rows"]
-    assert (row["how"], row["equal"], row["samples_lost"]) == ("restart", True, 0)

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from orchestrator.clusters.api import Cluster
 from orchestrator.config.command_line import program_overrides, read_command_line
@@ -14,6 +15,7 @@ from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import locked
 from orchestrator.rundir.outcome import State, write_result
+from orchestrator.runs.follow import OutputOptions
 from orchestrator.sweep.points import check_points
 from orchestrator.sweep.sweep import _count_not_begun
 from orchestrator.sweep.tasks import (
@@ -26,10 +28,10 @@ from orchestrator.sweep.tasks import (
     submit,
     tasks_of,
 )
-from tests.search.helpers import QUIET
 
 pytestmark = pytest.mark.whole_runs
 
+QUIET = OutputOptions(console=Console(quiet=True), quiet=True)
 JOB = "job._target_=cells_job.Mine"
 SOURCE = """
 from orchestrator import Job, Loss

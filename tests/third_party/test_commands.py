@@ -8,6 +8,7 @@ from tests.helpers import ROOT, verb
 GREET = '''
 from typing import Annotated
 import typer
+from orchestrator.commands.interface import command, program_of
 from orchestrator.errors import UsageError
 
 def greet(name: Annotated[str, typer.Argument(help="To greet.")], loud: bool = False) -> None:
@@ -15,6 +16,11 @@ def greet(name: Annotated[str, typer.Argument(help="To greet.")], loud: bool = F
     if name == "nobody":
         raise UsageError("there is nobody to greet; name somebody")
     print(f"HELLO {name}" if loud else f"hello {name}")
+
+@command("echo -- train.py", takes_program=True)
+def echo(context: typer.Context) -> None:
+    """Print a program."""
+    print(program_of(context))
 '''
 
 
@@ -32,6 +38,14 @@ def package(tmp_path):
         return {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
 
     return install
+
+
+def test_a_command_of_a_package_has_an_example_and_takes_a_program(package):
+    where = package(GREET, "echo = greeter:echo")
+    example = "As in: python -m orchestrator echo -- train.py"
+    assert example in verb("echo", "--help", code=0, **where).stdout
+    printed = verb("echo", "--", "train.py", "--version", "--help", code=0, **where).stdout
+    assert printed == "['--', 'train.py', '--version', '--help']\n"
 
 
 def test_a_command_of_a_package_is_listed_with_ours_and_runs(package):

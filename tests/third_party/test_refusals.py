@@ -9,9 +9,9 @@ from orchestrator.clusters.api import cluster_of
 from orchestrator.config.composer import compose
 from orchestrator.engine.api import Framework
 from orchestrator.errors import ConfigError
+from orchestrator.local_ranks.processes import run_ranks
 from orchestrator.plugins import CLUSTERS, FRAMEWORKS, TRACKERS, TRANSPORTS
 from orchestrator.rundir.folder import RunDir
-from orchestrator.testing.processes import run_ranks
 from orchestrator.trainer.recorder import Scalars
 from tests.helpers import ROOT, TINY, call
 

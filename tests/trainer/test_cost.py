@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from orchestrator import JobError
+from orchestrator.local_ranks.threads import run_in_threads
 from orchestrator.plan.cost import TokenBudget, WorkByCost
-from orchestrator.testing.threads import run_in_threads
 from orchestrator.trainer.consistency_checks import refuse_different_costs
 from tests.engine.torch.jobs import Curve, engine_of
 

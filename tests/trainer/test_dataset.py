@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from orchestrator.errors import JobError
 from orchestrator.job import dataset_of
-from orchestrator.testing.threads import run_in_threads
+from orchestrator.local_ranks.threads import run_in_threads
 from orchestrator.trainer.consistency_checks import agreed_samples, sample_digest
 from tests.engine.torch.jobs import Samples
 

@@ -5,7 +5,7 @@ import torch
 
 from orchestrator import Job, Loss
 from orchestrator.errors import ConfigError, JobError
-from orchestrator.testing.threads import run_in_threads
+from orchestrator.local_ranks.threads import run_in_threads
 from orchestrator.trainer.evaluation import agreed_held_out, joined_figures
 from tests.engine.torch.jobs import Curve, engine_of
 

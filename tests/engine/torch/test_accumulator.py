@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from orchestrator import Loss
 from orchestrator.engine.torch import Accumulator, TorchGroup
 from orchestrator.errors import ConfigError, JobError, NonFiniteError, SilenceError
+from orchestrator.local_ranks.threads import run_in_threads
 from orchestrator.plan.wire import Wire
-from orchestrator.testing.threads import run_in_threads
 from tests.engine.torch.jobs import numbers_of, sgd_accumulator
 
 WIDTH = 6

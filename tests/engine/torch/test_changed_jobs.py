@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from orchestrator.errors import JobError, RunFolderError
+from orchestrator.local_ranks.threads import run_in_threads
 from orchestrator.plan.split import assign
-from orchestrator.testing.threads import run_in_threads
 from tests.engine.torch.jobs import SAMPLES, Curve, engine_of
 from tests.engine.torch.test_survival import SETTINGS, begun, go_on, train
 from tests.engine.windows import run, window_of

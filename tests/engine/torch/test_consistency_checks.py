@@ -13,8 +13,8 @@ from orchestrator.engine.common.replicas import MAX_PARTITIONS, WeightRange, par
 from orchestrator.engine.torch import Accumulator
 from orchestrator.engine.torch.consistency_checks import digests_of
 from orchestrator.errors import JobError, ReplicasDiffer
+from orchestrator.local_ranks.threads import run_in_threads
 from orchestrator.plan.split import assign
-from orchestrator.testing.threads import run_in_threads
 from tests.engine.torch.jobs import engine_of
 from tests.engine.windows import run, window_of
 

@@ -17,8 +17,8 @@ from orchestrator.engine.torch import TorchGroup
 from orchestrator.engine.torch.consistency_checks import machine_warning, versions
 from orchestrator.engine.torch.model import moved, seed_everything
 from orchestrator.errors import ConfigError, JobError, SilenceError
+from orchestrator.local_ranks.threads import run_in_threads
 from orchestrator.plan.split import assign, assign_leaves
-from orchestrator.testing.threads import run_in_threads
 from tests.engine.torch.jobs import SAMPLES, Curve, engine_of, numbers_of
 from tests.engine.windows import make_window, run, window_of
 

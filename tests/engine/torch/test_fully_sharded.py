@@ -23,10 +23,10 @@ from orchestrator.client.checkpoints import Checkpoints
 from orchestrator.client.run import CurrentRun
 from orchestrator.engine.torch import Accumulator, form_group
 from orchestrator.errors import ConfigError, JobError, NonFiniteError, ReplicasDiffer, SilenceError
+from orchestrator.local_ranks.processes import run_ranks, spec
 from orchestrator.report.compare import compare
 from orchestrator.rundir.checkpoints import part_name
 from orchestrator.rundir.tensors import SafetensorsFile
-from orchestrator.testing.processes import run_ranks, spec
 from tests.engine.torch.jobs import engine_of
 from tests.engine.windows import make_window, run
 

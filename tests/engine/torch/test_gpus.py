@@ -26,9 +26,9 @@ from orchestrator.engine.torch import (
     transports,
 )
 from orchestrator.errors import ConfigError, JobError, PeerLost, ReplicasDiffer, TransportError
-from orchestrator.testing import threads
-from orchestrator.testing.processes import run_ranks, spec
-from orchestrator.testing.threads import run_in_threads
+from orchestrator.local_ranks import threads
+from orchestrator.local_ranks.processes import run_ranks, spec
+from orchestrator.local_ranks.threads import run_in_threads
 from tests.engine.torch.jobs import numbers_of, sgd_accumulator
 
 

@@ -16,12 +16,12 @@ from torch import nn
 
 from orchestrator import Loss
 from orchestrator.engine.torch import TorchGroup, all_gather, all_reduce_mean, all_reduce_sum
+from orchestrator.engine.torch.conformance import all_checks
 from orchestrator.engine.torch.group import flatten, sum_into
 from orchestrator.engine.torch.transports import peer_lost_during
 from orchestrator.errors import PeerLost, SilenceError
-from orchestrator.testing.processes import run_ranks
-from orchestrator.testing.threads import run_in_threads
-from orchestrator.testing.transports import all_checks
+from orchestrator.local_ranks.processes import run_ranks
+from orchestrator.local_ranks.threads import run_in_threads
 from slurm.polling import first_true
 from tests.engine.torch.jobs import sgd_accumulator
 from tests.helpers import ROOT

@@ -13,9 +13,9 @@ from orchestrator import Job, Loss
 from orchestrator.data import HeldOutData
 from orchestrator.engine.torch import TorchGroup
 from orchestrator.errors import JobError, SilenceError
+from orchestrator.local_ranks.threads import run_in_threads
 from orchestrator.plan.held_out import cut_held_out, share_of
 from orchestrator.plan.split import split_leaves
-from orchestrator.testing.threads import run_in_threads
 from tests.engine.held_out import validate
 from tests.engine.torch.jobs import Curve, engine_of
 from tests.engine.windows import run, window_of

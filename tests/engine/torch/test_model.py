@@ -14,7 +14,7 @@ from orchestrator import Job, Loss
 from orchestrator.engine.common.boundary import FIRST_SCALE
 from orchestrator.engine.torch.model import FrozenBatchNorm, seed_torch, with_norms
 from orchestrator.errors import ConfigError, JobError
-from orchestrator.testing.threads import run_in_threads
+from orchestrator.local_ranks.threads import run_in_threads
 from tests.engine.torch.jobs import numbers_of, sgd_accumulator
 from tests.jobs.training import train
 from tests.laws.problem import difference

@@ -9,7 +9,7 @@ from torch import nn
 from orchestrator.engine.torch.transports import TorchGroup
 from orchestrator.errors import ConfigError, JobError, NonFiniteError
 from orchestrator.job import Loss
-from orchestrator.testing.threads import run_in_threads
+from orchestrator.local_ranks.threads import run_in_threads
 from tests.engine.torch.jobs import numbers_of, sgd_accumulator
 
 X = torch.arange(12, dtype=torch.float64).reshape(4, 3)

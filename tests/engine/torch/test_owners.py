@@ -10,8 +10,8 @@ from torch import nn, optim
 from orchestrator.engine.torch import Accumulator, Loss, TorchGroup
 from orchestrator.engine.torch.owners import ownership
 from orchestrator.errors import ConfigError
-from orchestrator.testing.processes import run_ranks
-from orchestrator.testing.threads import run_in_threads
+from orchestrator.local_ranks.processes import run_ranks
+from orchestrator.local_ranks.threads import run_in_threads
 from tests.engine.torch.jobs import numbers_of
 
 RANKS = (1, 2, 3, 5)

@@ -21,8 +21,8 @@ from orchestrator.engine.torch import form_group, rendezvous
 from orchestrator.engine.torch.rendezvous import SecretStore, rendezvous_file
 from orchestrator.engine.torch.transports import RankCapabilities, choose, read_capabilities
 from orchestrator.errors import RendezvousError, StopRequested, TransportError
+from orchestrator.local_ranks.processes import run_ranks, spec
 from orchestrator.rundir.files import write_atomically
-from orchestrator.testing.processes import run_ranks, spec
 
 
 def _listening(group):

@@ -12,8 +12,8 @@ from jobs.jepa import Jepa
 from orchestrator.engine.torch import Accumulator, Loss, TorchGroup
 from orchestrator.engine.torch.sharding import ELEMENTWISE
 from orchestrator.errors import ConfigError, JobError
+from orchestrator.local_ranks.threads import run_in_threads
 from orchestrator.plan.split import split_window
-from orchestrator.testing.threads import run_in_threads
 from tests.engine.torch.jobs import SAMPLES, Curve, engine_of, sgd_accumulator
 from tests.engine.windows import run, window_of
 from tests.jobs.training import train

@@ -26,8 +26,8 @@ from orchestrator.engine.torch.state import (
     weights_sha256,
 )
 from orchestrator.errors import JobError, RunFolderError
+from orchestrator.local_ranks.threads import run_in_threads
 from orchestrator.plan.split import split_leaves
-from orchestrator.testing.threads import run_in_threads
 from tests.engine.torch.jobs import Curve, engine_of
 from tests.engine.windows import compute, run, window_of
 

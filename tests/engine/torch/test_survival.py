@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from orchestrator.errors import PeerLost, StateLost
+from orchestrator.local_ranks.threads import run_in_threads
 from orchestrator.plan.split import split_leaves
-from orchestrator.testing.threads import run_in_threads
 from tests.engine.torch.jobs import Curve, engine_of
 from tests.engine.windows import compute, run, window_of
 

@@ -1,59 +1,18 @@
-"""The built-in trackers: TensorBoard, MLflow, Weights & Biases, each by its own package.
-
-A package is imported once its tracker is chosen.
-"""
+"""The tracker MLflow."""
 
 from __future__ import annotations
 
 import os
 import re
-import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from io import FileIO
 from typing import Any
 
 from orchestrator.config.schema import Config
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.outcome import EXIT_CODES, State
+from orchestrator.rundir.outcome import State
 from orchestrator.trainer.recorder import Tracker
-
-
-class TensorBoard(Tracker):
-    """`tracker.kind=tensorboard`: event files, for which no framework is needed."""
-
-    title = "TensorBoard's events"
-
-    def __init__(self, run: RunDir, config: Config) -> None:
-        super().__init__(run, config)
-        from tensorboard.compat.proto import event_pb2, summary_pb2
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        run.tensorboard.mkdir(mode=0o700, exist_ok=True)
-        self._events: Any = event_pb2  # protobuf makes what is in them at run time
-        self._summaries: Any = summary_pb2
-        # The beginning is what TensorBoard looks for; it reads files in the order of their names.
-        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
-        self._file = FileIO(run.tensorboard / name, "x")
-        # EventFileWriter writes in a thread, and drops its errors.
-        self._records: Any = RecordWriter(self._file)
-        self._add(file_version="brain.Event:2")
-
-    def _add(self, **content: Any) -> None:
-        self._records.write(
-            self._events.Event(wall_time=time.time(), **content).SerializeToString()
-        )
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        summary = self._summaries.Summary()
-        for tag, value in values.items():
-            summary.value.add(tag=tag, simple_value=value)
-        self._add(step=step, summary=summary)
-
-    def close(self) -> None:
-        self._file.close()
-
 
 SEND_EVERY_S = 1.0  # between two calls of the store, which may be far away
 MOST_VALUES = 500  # values in a call; servers take 1000
@@ -83,6 +42,7 @@ class MLflow(Tracker):
 
     Options = MLflowOptions
     title = "MLflow's metrics"
+    requires = ("mlflow", "mlflow-skinny")
 
     def __init__(self, run: RunDir, config: Config) -> None:
         super().__init__(run, config)
@@ -144,63 +104,3 @@ class MLflow(Tracker):
     def close(self) -> None:
         self._send()
         self._client.set_terminated(self._run_id, STATUS[self.state])
-
-
-# The scalars, and nothing of the machine, the code or what is printed: these stay ours.
-QUIET: dict[str, Any] = {
-    "console": "off",
-    "silent": True,
-    "save_code": False,
-    "disable_git": True,
-    "disable_job_creation": True,
-    "x_disable_meta": True,
-    "x_disable_stats": True,
-    "x_disable_machine_info": True,
-    "x_save_requirements": False,
-}
-
-
-@dataclass
-class WandBOptions:
-    """`tracker.options` of `tracker.kind=wandb`."""
-
-    project: str = "orchestrator"
-
-
-class WandB(Tracker):
-    """`tracker.kind=wandb`: offline, in the run's folder. Nothing is sent anywhere; `wandb sync`
-    does that, when you want it.
-
-    Every attempt has a folder of its own, under the same id.
-    """
-
-    Options = WandBOptions
-    title = "what Weights & Biases is to keep"
-
-    def __init__(self, run: RunDir, config: Config) -> None:
-        super().__init__(run, config)
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        import wandb
-
-        self._end: Any = wandb.teardown
-        run.wandb.mkdir(mode=0o700, exist_ok=True)
-        folder = run.wandb / f"{len(list(run.wandb.iterdir())):03d}"
-        folder.mkdir(mode=0o700)
-        self._run: Any = wandb.init(
-            dir=str(folder),
-            mode="offline",
-            project=self.options.project,
-            name=run.path.name,
-            id=run.identity,
-            resume="allow",
-            settings=wandb.Settings(**QUIET),
-        )
-        # Its own steps only grow, while an update comes twice after a resume.
-        self._run.define_metric("*", step_metric="update")
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log({"update": step, **values})
-
-    def close(self) -> None:
-        self._run.finish(EXIT_CODES[self.state])
-        self._end()  # its service's process has written all, and is gone

@@ -1,9 +1,7 @@
 """An unmodified script of submitit on simulated nodes, and the plug-in by itself."""
 
-import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 
@@ -23,7 +21,8 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.program_link import ATTEMPT, RUN
 from orchestrator.submitit_plugin import VARIABLE, OrchestratorExecutor, _is_followed
 from tests.agent.specs import node_spec
-from tests.helpers import environment, verb
+from tests.helpers import verb
+from tests.submitit_plugin.script_runs import check, run_script
 
 pytestmark = [pytest.mark.whole_runs, pytest.mark.long]
 
@@ -34,42 +33,6 @@ def plugins_by_this_environment():
     plugins.get_executors.cache_clear()
     yield
     plugins.get_executors.cache_clear()
-
-
-SCRIPT = [sys.executable, "-m", "tests.submitit_script"]
-
-
-def run_script(folder, overrides, **env):
-    done = subprocess.run(
-        [*SCRIPT, str(folder)],
-        env=environment(**{VARIABLE: overrides, **env}),
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def check(lines, folder, *, queued=False):
-    array, log, failed, summed, preempted, cancelled, unsaved, at_once = lines
-    assert array["results"] == [0, 2, 4]
-    assert array["states"] == ["COMPLETED"] * 3
-    assert "adding 2 and 2" in log["stdout"]
-    assert log["stderr"] == "to the error stream\n"
-    assert log["path"].startswith(str(folder))
-    assert log["path"].endswith("_0_log.out")
-    assert "ValueError: nothing can be done" in failed["error"]
-    assert failed["state"] == "FAILED"
-    assert summed["results"] == [[10.0, 0], [10.0, 1], [10.0, 0], [10.0, 1]]
-    assert summed["script"] is queued
-    assert preempted["results"] == [[60, 2, 0], [60, 2, 1]]
-    assert preempted["state"] == "COMPLETED"
-    assert cancelled["state"] == at_once["state"] == "CANCELLED"
-    assert "no room for a checkpoint" in unsaved["error"]
-    assert unsaved["state"] == "FAILED"
-    assert not list(folder.glob("*.pkl")), "a pickle without its job"
 
 
 def test_an_unmodified_script_runs_on_simulated_nodes(tmp_path):
