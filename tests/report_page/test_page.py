@@ -12,7 +12,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from orchestrator import open_run, open_sweep
+from orchestrator import Sweep, open_run
 from orchestrator.report_page.data import data_of
 from orchestrator.report_page.page import csv_of, html_of, json_of, write_report
 from orchestrator.rundir.files import write_json
@@ -221,7 +221,7 @@ def test_a_page_is_written_by_its_run_as_an_object_without_a_line(made, sweep, c
     run = open_run(made("one").path)
     assert run.report() == run.folder / "report.html"
     assert run.report().read_text().startswith("<!doctype html>")
-    assert open_sweep(sweep).report(sweep / "all.html").exists()
+    assert Sweep(sweep).report(sweep / "all.html").exists()
     assert capfd.readouterr() == ("", "")
 
 
