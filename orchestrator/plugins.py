@@ -1,5 +1,5 @@
-"""Plug-ins that are chosen by name: clusters, transports, frameworks, trackers, searches, callbacks
-and commands.
+"""Plug-ins that are chosen by name: clusters, transports, frameworks, launchers, trackers,
+searches, callbacks and commands.
 
 Built-in ones are in a table as "module:Class", so that only the chosen one is imported; one whose
 module is missing (an add-on that was taken away) is left out. A third party's is an entry point of
@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from orchestrator.errors import ConfigError, OrchestratorError, nearest, shortened
 
 Base = TypeVar("Base")
+_PACKAGE = Path(__file__).parent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,10 +165,13 @@ TRANSPORTS = PluginKind(
     key="transport",
     group="orchestrator.transports",
     ours={
-        name: f"orchestrator.engine.torch.transports:{name.capitalize()}"
-        for name in ("gloo", "nccl", "hccl")
+        # MindSpore's own, as is its code for nccl and hccl; torch refuses it.
+        "mccl": "orchestrator.engine.mindspore.group:MindSporeGroup",
+        "gloo": "orchestrator.engine.torch.transports:Gloo",
+        "nccl": "orchestrator.engine.torch.transports:Nccl",
+        "hccl": "orchestrator.engine.torch.transports:Hccl",
     },
-    besides=("auto", "mccl"),  # the latter is MindSpore's, as is all that it has of the others
+    besides=("auto",),
 )
 FRAMEWORKS = PluginKind(
     key="framework",
@@ -175,6 +179,24 @@ FRAMEWORKS = PluginKind(
     ours={
         "torch": "orchestrator.engine.torch.framework:Torch",
         "mindspore": "orchestrator.engine.mindspore.framework:MindSpore",
+    },
+)
+FRAMEWORK_FACTS = PluginKind(
+    key="framework",
+    group="orchestrator.framework_facts",
+    ours={
+        "torch": "orchestrator.config.rules:TorchFacts",
+        "mindspore": "orchestrator.engine.mindspore.facts:MindSporeFacts",
+    },
+)
+"""What submitting knows of a framework, by the framework's name. Importing them is cheap."""
+PROGRAM_STYLES = PluginKind(
+    key="job.style",
+    group="orchestrator.launchers",
+    ours={
+        "torch": "orchestrator.config.launchers:Torchrun",
+        "mindspore": "orchestrator.engine.mindspore.msrun:Msrun",
+        "plain": "orchestrator.config.launchers:Plain",
     },
 )
 TRACKERS = PluginKind(
@@ -226,8 +248,8 @@ def _package(entry: Any) -> str:
 
 def _is_there(where: str) -> bool:
     """Return whether the module of "module:Class" of this package exists. Imports nothing."""
-    path = Path(__file__).parent.joinpath(*where.partition(":")[0].split(".")[1:])
-    return path.with_suffix(".py").exists()
+    module = where.partition(":")[0].partition(".")[2]
+    return Path(f"{_PACKAGE}/{module.replace('.', '/')}.py").exists()
 
 
 def imported(where: str) -> Any:
