@@ -40,7 +40,7 @@ class Job:
     """Base class of jobs: the optional parts with their defaults.
 
     Attributes:
-        framework: "torch" or "mindspore".
+        framework: "torch", "mindspore", or the name that another package registers.
         metric_names: names that `loss` fills in `Loss.metrics`. Declared, because a rank that has
             no samples in a window has to send the same numbers as all the others.
         talks_in_window: set it to True when `loss` has to call collectives; every rank must then

@@ -1,5 +1,5 @@
-"""Plug-ins that are chosen by name: clusters, transports, frameworks, trackers, searches, callbacks
-and commands.
+"""Plug-ins that are chosen by name: clusters, transports, frameworks, launchers, trackers,
+searches, callbacks and commands.
 
 Built-in ones are in a table as "module:Class", so that only the chosen one is imported; one whose
 module is missing (an add-on that was taken away) is left out. A third party's is an entry point of
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import traceback
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
@@ -165,10 +166,13 @@ TRANSPORTS = PluginKind(
     key="transport",
     group="orchestrator.transports",
     ours={
-        name: f"orchestrator.engine.torch.transports:{name.capitalize()}"
-        for name in ("gloo", "nccl", "hccl")
+        # MindSpore's own, as is its code for nccl and hccl; torch refuses it.
+        "mccl": "orchestrator.engine.mindspore.group:MindSporeGroup",
+        "gloo": "orchestrator.engine.torch.transports:Gloo",
+        "nccl": "orchestrator.engine.torch.transports:Nccl",
+        "hccl": "orchestrator.engine.torch.transports:Hccl",
     },
-    besides=("auto", "mccl"),  # the latter is MindSpore's, as is all that it has of the others
+    besides=("auto",),
 )
 FRAMEWORKS = PluginKind(
     key="framework",
@@ -176,6 +180,24 @@ FRAMEWORKS = PluginKind(
     ours={
         "torch": "orchestrator.engine.torch.framework:Torch",
         "mindspore": "orchestrator.engine.mindspore.framework:MindSpore",
+    },
+)
+FRAMEWORK_FACTS = PluginKind(
+    key="framework",
+    group="orchestrator.framework_facts",
+    ours={
+        "torch": "orchestrator.config.rules:TorchFacts",
+        "mindspore": "orchestrator.engine.mindspore.facts:MindSporeFacts",
+    },
+)
+"""What submitting knows of a framework, by the framework's name. Importing them is cheap."""
+PROGRAM_STYLES = PluginKind(
+    key="job.style",
+    group="orchestrator.launchers",
+    ours={
+        "torch": "orchestrator.config.launchers:Torchrun",
+        "mindspore": "orchestrator.engine.mindspore.msrun:Msrun",
+        "plain": "orchestrator.config.launchers:Plain",
     },
 )
 TRACKERS = PluginKind(
@@ -230,17 +252,17 @@ def _package(entry: Any) -> str:
 
 def _is_there(where: str) -> bool:
     """Return whether the module of "module:Class" of this package exists. Imports nothing."""
-    return (ROOT / _path(where)).exists()
+    return os.path.exists(f"{ROOT}/{_path(where)}")  # noqa: PTH110  # paths are slow, for each of a table
 
 
-def _path(where: str) -> Path:
+def _path(where: str) -> str:
     """Return the file of "module:Class", below the folder of this package."""
-    return Path(*where.partition(":")[0].split(".")).with_suffix(".py")
+    return where.partition(":")[0].replace(".", "/") + ".py"
 
 
 def _missing_path(where: str) -> str:
     """Return what is missing of "module:Class": its folder, or the file in a folder that exists."""
-    file = _path(where)
+    file = Path(_path(where))
     return str(file) if (ROOT / file.parent).exists() else f"{file.parent}/"
 
 

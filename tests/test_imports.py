@@ -26,7 +26,7 @@ def test_each_folder_has_its_layer():
 
 def test_a_plan_is_made_without_the_agent(tmp_path):
     """The agent and what it needs take a tenth of the time of `plan`."""
-    words = ("job._target_=orchestrator.jobs.line.Line", "accumulation.global_batch=16")
+    words = ("job._target_=tests.tiny_job.Tiny", "accumulation.global_batch=16")
     command = ("-X", "importtime", "-m", "orchestrator", "plan", *words, f"run.dir={tmp_path}/run")
     done = subprocess.run(
         [sys.executable, *command], capture_output=True, text=True, check=True, cwd=ROOT

@@ -297,7 +297,7 @@ def import_ahead(job: Mapping[str, Any], environment: Mapping[str, str]) -> None
         environment: of their requests; libraries read the number of threads when they are loaded.
     """
     global _imported_with  # noqa: PLW0603  # as what is imported, it is of the process
-    if not {"numpy", "torch", "mindspore"}.isdisjoint(sys.modules):
+    if not {"numpy", "torch"}.isdisjoint(sys.modules):
         return
     os.environ.update(environment)
     import_for(job)

@@ -6,7 +6,7 @@ the stacks that py-spy reads.
 
 From outside, a rank that waits for others looks like one that waits for a lock, so no rank is
 judged alone: the coordinator warns once all ranks of a program are idle, and ends them once they
-have been for `cluster.hang_timeout_s`. A program in plain style forms no group, and is not judged.
+have been for `cluster.hang_timeout_s`. A program without a group (`job.style=plain`) is not judged.
 
 A program whose main thread has ended, and which does not exit, is ended as finished.
 """
@@ -14,7 +14,6 @@ A program whose main thread has ended, and which does not exit, is ended as fini
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import logging
 import os
@@ -35,6 +34,7 @@ from orchestrator.agent.processes import descendants, state_of, waits_of
 from orchestrator.agent.rank_log import append_line
 from orchestrator.agent.root_cause import NOT_JOINED, NOT_OPENED, RAISED
 from orchestrator.agent.stacks import ProgramStacks, describe_stack
+from orchestrator.config.launchers import launcher_of
 from orchestrator.config.program import is_program, program_of
 from orchestrator.engine.common.rendezvous import keep_port
 from orchestrator.errors import PEER_LOST, OrchestratorError, RunFolderError, describe_status
@@ -77,16 +77,14 @@ def host_rendezvous(spec: NodeSpec) -> Callable[[], None]:
         return lambda: None
     for path in (run.stop_requested(spec.attempt), run.stop_after(spec.attempt)):
         write_number(str(path), NOT_YET)  # before any rank looks: file systems cache absent names
-    style = program_of(job).style
-    if style == "plain":
+    launcher = launcher_of(program_of(job).style)
+    if not launcher.forms_group:
         return lambda: None
-    if style == "mindspore":
-        engine: Any = importlib.import_module("orchestrator.engine.mindspore.rendezvous")
-        scheduler = engine.Scheduler(spec.address, spec.ranks, spec.join_s)
-        port, end = scheduler.port, scheduler.end
-    else:
+    if launcher.rank_0_listens:
         keeper = keep_port(spec.address)
         port, end = keeper.getsockname()[1], keeper.close
+    else:
+        port, end = launcher.serve(spec.address, spec.ranks, spec.join_s)
     write_json(run.program_rendezvous(spec.attempt), {"address": spec.address, "port": port})
     return end
 
@@ -99,7 +97,7 @@ class RankProgram:
         clock: of the agent, which leaves out the time for which it was suspended.
         facts: what the worker has sent before it became the program:
             `stop_signal`: its name without SIG; `rendezvous`: address and port,
-            None in plain style; `serves`: this rank's program opens that port; `restarts`: the
+            None without a group; `serves`: this rank's program opens that port; `restarts`: the
             scheduler restarts the run after a stop; `log_bytes`: the size of its log.
 
     Attributes:

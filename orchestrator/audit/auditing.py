@@ -193,8 +193,8 @@ def _run(
     framework = (
         config.job.get("style") if program else check_target(config.job["_target_"]).framework
     )
-    if framework == "mindspore":
-        raise ConfigError("an audit observes PyTorch; MindSpore's graphs cannot be observed so")
+    if framework not in (None, "torch", "plain"):
+        raise ConfigError(f"an audit observes PyTorch; {framework} cannot be observed so")
     traces_in = folder / "traces"
     traces_in.mkdir()
     os.environ |= {

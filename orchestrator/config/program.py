@@ -12,14 +12,14 @@ from typing import Any
 from orchestrator.config.changes import flat
 from orchestrator.config.schema import non_default_values
 from orchestrator.errors import ConfigError, did_you_mean
+from orchestrator.plugins import PROGRAM_STYLES
 
 CHOICES = {
-    "style": ("torch", "mindspore", "plain"),
     "argument_style": ("equals", "words", "bare"),
     "devices": ("node", "rank"),
     "stop_signal": ("TERM", "INT", "USR1", "USR2"),
 }
-KEYS = ("command", "arguments", "resume_arguments", *CHOICES)
+KEYS = ("command", "arguments", "resume_arguments", "style", *CHOICES)
 NEWEST = re.compile(r"\{newest:([^}]+)\}")
 """Placeholder in `resume_arguments`: the newest file that matches a pattern."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -40,7 +40,7 @@ class ProgramConfig:
         resume_arguments: words added from the second attempt on; `{newest:PATTERN}` in one is the
             newest file that matches.
         argument_style: `equals` is --lr=0.1, `words` --lr 0.1, `bare` lr=0.1.
-        style: whose variables tell it its rank: torchrun's, msrun's, or plainly the scheduler's.
+        style: name of the `config.launchers.Launcher` whose variables tell it its rank.
         devices: it sees all of its node, or its rank's own alone.
         stop_signal: what a stop becomes for it.
     """
@@ -194,6 +194,8 @@ def program_problems(config: Any) -> list[str]:
         if key not in (*KEYS, "_target_")
     ]
     wrong += _wrong_command(job["command"])
+    if job.get("style") is not None and (refusal := PROGRAM_STYLES.refusal(str(job["style"]))):
+        wrong.append(refusal)
     for key, allowed in CHOICES.items():
         if job.get(key) is not None and job[key] not in allowed:
             wrong.append(f"job.{key} must be one of {', '.join(allowed)}, but is {job[key]!r}")

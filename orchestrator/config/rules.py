@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from orchestrator.config.frameworks import RESTARTS, SURVIVE, FrameworkFacts, Limit, facts_of
 from orchestrator.config.job_source import TargetFacts, check_target
 from orchestrator.config.optimizer import optimizer_problems
 from orchestrator.config.program import is_program, program_problems
@@ -56,8 +57,6 @@ def search_problems(sweep: SweepConfig) -> Iterator[str]:
         )
 
 
-SURVIVE = "run.survive=true is not available with"
-RESTARTS = "run.max_restarts=3"
 ON = "a lost rank or node does not end the run (run.survive)"
 OFF = "a lost rank ends the run: "
 
@@ -115,14 +114,11 @@ def _survive_refusals(config: Config, facts: TargetFacts | None = None) -> Itera
         )
     if facts is None:
         return
-    if facts.framework == "torch":
-        yield from _survive_on_torch(config, talks=facts.talks_in_window)
-    elif facts.framework == "mindspore":
-        yield f"{SURVIVE} MindSpore: {NO_NEW_GROUP}"
-    elif facts.framework is None:
+    if facts.framework is None:
         yield "the job's source does not say which framework it is for; try run.survive=true"
     else:
-        yield f"{SURVIVE} {facts.framework}; try {RESTARTS}"
+        framework = facts_of(facts.framework)
+        yield from framework.survival_problems(config, talks=facts.talks_in_window)
 
 
 def interrupt_refusals(transport: str, *, talks: bool, explicit: bool) -> Iterator[str]:
@@ -145,17 +141,6 @@ def interrupt_refusals(transport: str, *, talks: bool, explicit: bool) -> Iterat
         )
     if talks:
         yield f"{SURVIVE} talks_in_window: those collectives cannot be interrupted"
-
-
-def _survive_on_torch(config: Config, *, talks: bool = False) -> Iterator[str]:
-    on_gpus = config.transport == "auto" and gpu_count(config.cluster.gpus_per_node)
-    transport, explicit = "nccl" if on_gpus else config.transport, bool(config.run.survive)
-    yield from interrupt_refusals(transport, talks=talks, explicit=explicit)
-    if config.engine.shard_model == "all":
-        yield (
-            f"{SURVIVE} engine.shard_model=all, where a lost rank takes its shards along; try "
-            f"engine.shard_model=node, or {RESTARTS}"
-        )
 
 
 MOST_RANKS = 2**20
@@ -185,95 +170,6 @@ def steps_whole_parameters(config: Config) -> bool:
     module, _, name = str(config.optimizer.get("_target_", "")).rpartition(".")
     by_class = module == "torch.optim" and name in WHOLE
     return config.engine.shard_optimizer and (by_class or config.engine.shard_by == "parameters")
-
-
-class Limit(NamedTuple):
-    """The values of a key that an engine supports.
-
-    Attributes:
-        condition: another key and its values that the limit is for; always, if None.
-    """
-
-    key: str
-    supported: tuple[Any, ...]
-    condition: tuple[str, tuple[Any, ...]] | None = None
-    why: str = ""
-
-    def refusal(self, config: Config, framework: str) -> str | None:
-        """Return a sentence about a value that is not supported."""
-        value, other = _setting(config, self.key), framework
-        if self.condition is not None:
-            known_by, values = self.condition
-            if (setting := _setting(config, known_by)) not in values:
-                return None
-            other = f"{known_by}={_spelled(setting)}"
-        if value in self.supported:
-            return None
-        why = self.why and f": {self.why}"
-        return (
-            f"{self.key}={_spelled(value)} is not available with {other}{why}; "
-            f"try {self.key}={_spelled(self.supported[0])}"
-        )
-
-
-def _setting(config: Config, key: str) -> Any:
-    if key == "optimizer":
-        return config.optimizer.get("name") or config.optimizer.get("_target_")
-    value = value_of(config, key)
-    return node_range(value)[1] if key == "cluster.nodes" else value
-
-
-def _spelled(value: Any) -> str:
-    """Spell a value as on the command line."""
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-NO_NEW_GROUP = f"its ranks cannot form a group again, but {RESTARTS} reads a checkpoint"
-PYNATIVE = ("engine.mode", ("pynative",))
-ON_CPU = ("transport", ("auto", "mccl"))
-FSDP = ("engine.shard_model", ("node", "all"))
-SHARDS = ("engine.shard_optimizer", (True,))
-STYLE = ("engine.style", ("framework",))
-ONE_PROCESS = "AutoParallel needs Ascend or GPU for more than one process"
-DEVICES = "no CPU computes it; for devices name transport=hccl or nccl"
-ADAM = ("optimizer", ("adam",))
-ADAMW = "optimizer=adamw optimizer.weight_decay=0 steps by the same rule"
-WHOLE_GRAPHS = "MindSpore 2.10 compiles functions at O0 and O1; O2 was for whole graphs on Ascend"
-LIMITS = {
-    "torch": (
-        Limit("engine.mode", ("jit",), why="it is MindSpore's"),
-        Limit("engine.jit_level", ("auto",), why="it is MindSpore's"),
-        Limit("engine.style", ("own",), why="it is MindSpore's"),
-        Limit("accumulation.reduction", ("fast",), FSDP, "FSDP has an order of its own"),
-        Limit("engine.shard_optimizer", (False,), FSDP, "it shards the state already"),
-        Limit("accumulation.reduction", ("fast",), SHARDS),
-        Limit("accumulation.balance", ("even",), FSDP, "ranks of a copy compute in step"),
-    ),
-    "mindspore": (
-        Limit("transport", ("auto", "mccl", "nccl", "hccl")),
-        Limit("run.survive", (False, None), why=NO_NEW_GROUP),
-        Limit("accumulation.reduction", ("fast",)),
-        Limit("engine.shard_optimizer", (False,)),
-        Limit("engine.shard_model", ("none",)),
-        Limit("engine.jit_level", ("auto", "O0", "O1"), why=WHOLE_GRAPHS),
-        Limit("engine.jit_level", ("auto",), PYNATIVE, "levels are for engine.mode=jit"),
-        Limit("train.precision", ("float16", "float32", "float64"), ON_CPU, DEVICES),
-        Limit("train.precision", ("float32", "float16", "bfloat16"), ADAM, ADAMW),
-        Limit("cluster.nodes", (1,), STYLE, ONE_PROCESS),
-        Limit("cluster.ranks_per_node", (1,), STYLE, ONE_PROCESS),
-        Limit("engine.mode", ("graph", "jit"), STYLE),
-        Limit("train.clip_norm", (None,), STYLE),
-        Limit("accumulation.ragged", ("drop",), STYLE, "it needs windows of equal size"),
-        Limit("accumulation.batch_schedule", ([],), STYLE, "it needs windows of equal size"),
-        Limit("train.precision", ("float32",), STYLE),
-        Limit("optimizer", ("sgd", None), STYLE, "its Adam and AdamW are not the papers'"),
-        Limit("train.on_non_finite", ("stop",), STYLE),
-        Limit("accumulation.balance", ("even",), STYLE, "it needs windows of equal size"),
-        Limit("accumulation.micro_tokens", (None,), STYLE, "it needs equal micro-batches"),
-    ),
-}
 
 
 def check(config: Config) -> None:
@@ -310,11 +206,7 @@ def refuse_unsupported(config: Config, framework: str | None, *, coupled: bool =
         return
     if refusal := FRAMEWORKS.refusal(framework):
         raise JobError(f"{config.job['_target_']}: {refusal}")
-    limits = [limit.refusal(config, framework) for limit in LIMITS.get(framework, ())]
-    others = _torch(config, coupled=coupled) if framework == "torch" else ()
-    if framework == "mindspore" and coupled:
-        others = ["embed() and loss_of_embeddings() need torch; write the job for torch"]
-    _refuse([*filter(None, limits), *others])
+    _refuse([*facts_of(framework).problems(config, coupled=coupled)])
 
 
 def refuse_schedule(job: str, schedule: ScheduleConfig) -> None:
@@ -474,33 +366,65 @@ def accumulation_problems(accumulation: AccumulationConfig) -> Iterator[str]:
             )
 
 
-def _torch(config: Config, *, coupled: bool) -> Iterator[str]:
-    if config.transport == "mccl":
-        yield "transport=mccl is not available with torch; try transport=gloo"
-    if config.engine.shard_model != "none" and coupled:
-        yield (
-            f"engine.shard_model={config.engine.shard_model} is not available with embed() and "
-            f"loss_of_embeddings(); try engine.shard_model=none"
-        )
-    if config.accumulation.sentinel_every is not None and coupled:
-        yield (
-            f"accumulation.sentinel_every={config.accumulation.sentinel_every} is not available "
-            "with embed() and loss_of_embeddings(), where a micro-step's gradient depends on all "
-            "others; leave it out"
-        )
-    module, _, name = str(config.optimizer.get("_target_", "")).rpartition(".")
-    known = (*SHARDABLE, *WHOLE)
-    by_class = config.engine.shard_by == "auto"
-    if config.engine.shard_optimizer and by_class and module == "torch.optim" and name not in known:
-        yield (
-            f"engine.shard_optimizer=true does not know optimizer._target_={module}.{name}; it "
-            f"knows {', '.join(known)}. If it steps each parameter by that parameter alone, state "
-            "engine.shard_by=parameters"
-        )
-    if not (by_class or config.engine.shard_optimizer):
-        yield (
-            f"engine.shard_by={config.engine.shard_by} says how the optimizer is sharded; add "
-            "engine.shard_optimizer=true, or leave it out"
-        )
-    if config.run.survive:
-        yield from _survive_on_torch(config)
+FSDP = ("engine.shard_model", ("node", "all"))
+SHARDS = ("engine.shard_optimizer", (True,))
+
+
+class TorchFacts(FrameworkFacts):
+    """Facts about torch."""
+
+    limits = (
+        Limit("engine.mode", ("jit",), why="it is MindSpore's"),
+        Limit("engine.jit_level", ("auto",), why="it is MindSpore's"),
+        Limit("engine.style", ("own",), why="it is MindSpore's"),
+        Limit("accumulation.reduction", ("fast",), FSDP, "FSDP has an order of its own"),
+        Limit("engine.shard_optimizer", (False,), FSDP, "it shards the state already"),
+        Limit("accumulation.reduction", ("fast",), SHARDS),
+        Limit("accumulation.balance", ("even",), FSDP, "ranks of a copy compute in step"),
+    )
+    package, tested_version = "torch", "2.13.0"
+
+    def problems(self, config: Config, *, coupled: bool) -> Iterator[str]:
+        yield from super().problems(config, coupled=coupled)
+        if config.transport == "mccl":
+            yield "transport=mccl is not available with torch; try transport=gloo"
+        if config.engine.shard_model != "none" and coupled:
+            yield (
+                f"engine.shard_model={config.engine.shard_model} is not available with embed() and "
+                f"loss_of_embeddings(); try engine.shard_model=none"
+            )
+        if config.accumulation.sentinel_every is not None and coupled:
+            yield (
+                f"accumulation.sentinel_every={config.accumulation.sentinel_every} is not "
+                "available with embed() and loss_of_embeddings(), where a micro-step's gradient "
+                "depends on all others; leave it out"
+            )
+        module, _, name = str(config.optimizer.get("_target_", "")).rpartition(".")
+        known = (*SHARDABLE, *WHOLE)
+        by_class = config.engine.shard_by == "auto"
+        if (
+            config.engine.shard_optimizer
+            and by_class
+            and module == "torch.optim"
+            and name not in known
+        ):
+            yield (
+                f"engine.shard_optimizer=true does not know optimizer._target_={module}.{name}; "
+                f"it knows {', '.join(known)}. If it steps each parameter by that parameter alone, "
+                "state engine.shard_by=parameters"
+            )
+        if not (by_class or config.engine.shard_optimizer):
+            yield (
+                f"engine.shard_by={config.engine.shard_by} says how the optimizer is sharded; add "
+                "engine.shard_optimizer=true, or leave it out"
+            )
+
+    def survival_problems(self, config: Config, *, talks: bool = False) -> Iterator[str]:
+        on_gpus = config.transport == "auto" and gpu_count(config.cluster.gpus_per_node)
+        transport, explicit = "nccl" if on_gpus else config.transport, bool(config.run.survive)
+        yield from interrupt_refusals(transport, talks=talks, explicit=explicit)
+        if config.engine.shard_model == "all":
+            yield (
+                f"{SURVIVE} engine.shard_model=all, where a lost rank takes its shards along; try "
+                f"engine.shard_model=node, or {RESTARTS}"
+            )

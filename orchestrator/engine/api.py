@@ -584,7 +584,8 @@ class Framework(ABC):
 
     Third-party frameworks are found through the entry points `orchestrator.frameworks`, by the name
     in a job's `framework`. Its module is imported before ranks are forked on this machine: what
-    starts threads or takes a device waits for its methods.
+    starts threads or takes a device waits for its methods. What submitting has to know of it is
+    `config.frameworks.FrameworkFacts`.
     """
 
     @abstractmethod

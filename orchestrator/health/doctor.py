@@ -30,8 +30,10 @@ from orchestrator.agent.topology import (
 from orchestrator.clusters.slurm.client import DEVELOPMENT_CLUSTER, NoClient, SlurmClient
 from orchestrator.config.command_line import program_overrides
 from orchestrator.config.composer import compose
+from orchestrator.config.frameworks import facts_of
 from orchestrator.errors import ClusterError, UsageError
 from orchestrator.health import exchange
+from orchestrator.plugins import FRAMEWORK_FACTS
 from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import read_metrics
@@ -65,17 +67,21 @@ TESTED = {
     "hydra-core": "1.3.8",
     "omegaconf": "2.3.1",
     "submitit": "1.5.4",
-    "torch": "2.13.0",
-    "mindspore": "2.10.0",
 }
 NEEDED = ("hydra-core", "omegaconf", "submitit")
 COLLECTIVES = re.compile(r"nvidia-nccl-.*|torch-npu")
 
 
+def tested_versions() -> dict[str, str]:
+    """Return the tested version of each package, those of present frameworks included."""
+    frameworks = map(facts_of, FRAMEWORK_FACTS.names())
+    return TESTED | {facts.package: facts.tested_version for facts in frameworks if facts.package}
+
+
 def packages() -> Iterator[CheckResult]:
     """Report Python and the packages that runs depend on, with the tested versions."""
     yield CheckResult("Python", f"{platform.python_version()} on {platform.platform()}")
-    for name, tested in TESTED.items():
+    for name, tested in tested_versions().items():
         version = _version(name)
         install = f"pip install {name}=={tested}"
         if version is None:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from orchestrator.config.frameworks import facts_of
 from orchestrator.config.rules import steps_whole_parameters
 from orchestrator.config.schema import (
     DEFAULT_BASE_LR,
@@ -383,7 +384,7 @@ def _traffic(config: Config, known: JobFacts, split: Split) -> Traffic:
         metric_count=known.metric_count,
         bucket_bytes=engine.bucket_bytes,
         sharded=engine.shard_optimizer,
-        early=known.framework != "mindspore",
+        early=facts_of(known.framework).sends_early,
     )
     known_ahead = (
         accumulation.reduction == "fast"

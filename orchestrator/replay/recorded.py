@@ -19,6 +19,7 @@ from orchestrator.plan.order import DataOrder, Shards
 from orchestrator.plan.parts import JobFacts, branch_in
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.window import planner_of
+from orchestrator.plugins import FRAMEWORKS
 from orchestrator.rundir.checkpoints import Checkpoint, list_checkpoints, load, updates_after
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import History, Record, read_metrics
@@ -68,7 +69,7 @@ class RecordedRun:
 
     def _refuse_other_frameworks(self) -> None:
         known = (self.run.read_environment() or {}).get("framework") or {}
-        framework = next((name for name in ("mindspore", "torch") if name in known), None)
+        framework = next((name for name in FRAMEWORKS.ours if name in known), None)
         if framework is None and not self.is_program:
             with submission_directory(self.run):
                 framework = check_target(self.config.job["_target_"]).framework

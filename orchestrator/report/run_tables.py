@@ -95,8 +95,10 @@ def _print_rows(rows: Sequence[tuple[str, str]], console: Console) -> None:
 def _plan_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     ranks = f"{plural(plan.get('ranks'), 'rank')} on {plural(plan.get('nodes'), 'node')}"
     if program := plan.get("program"):
-        launchers = {"torch": "torchrun's", "mindspore": "msrun's"}
-        variables = launchers.get(program["style"], "the scheduler's") + " variables"
+        # Only for programs: most plans are of job classes.
+        from orchestrator.config.launchers import launcher_of
+
+        variables = f"{launcher_of(program['style']).title}'s variables"
         return [("where", ranks), ("program", " ".join(program["argv"])), ("ranks are", variables)]
     batch = f"{plural(plan.get('global_batch'), 'sample')} in {_micro_steps(plan)}"
     is_tree = plan.get("reduction") == TREE

@@ -21,6 +21,7 @@ from typing import NamedTuple, NoReturn
 from orchestrator.agent.topology import OUTER_PATH_VARIABLE, OUTER_UMASK_VARIABLE, Topology
 from orchestrator.agent.workers import STOP_SIGNALS
 from orchestrator.config.job_source import script_of
+from orchestrator.config.launchers import ProgramRank, launcher_of
 from orchestrator.config.program import ProgramConfig, program_of, with_newest_files
 from orchestrator.config.reading import RUN_FOLDER, read_config, with_run_folder
 from orchestrator.engine.common.rendezvous import backoff
@@ -50,8 +51,8 @@ def _execute(worker: WorkerProcess) -> NoReturn:
     enter_submission_directory(run, topology.node)
     if attempt and topology.rank == 0:
         write_json(run.restart(attempt), restart_note(run, attempt, topology, 0))
-    rendezvous = None
-    if program.style != "plain":
+    rendezvous, launcher = None, launcher_of(program.style)
+    if launcher.forms_group:
         with for_others():
             rendezvous = _find_rendezvous(
                 run.program_rendezvous(attempt), cluster.rendezvous_timeout_s, worker.stop
@@ -83,7 +84,7 @@ def _execute(worker: WorkerProcess) -> NoReturn:
     worker.link.become_program(
         stop_signal=program.stop_signal,
         rendezvous=rendezvous,
-        serves=topology.rank == 0 and program.style == "torch",
+        serves=topology.rank == 0 and launcher.forms_group and launcher.rank_0_listens,
         restarts=worker.restarts,
         log_bytes=run.rank_log(topology.rank).stat().st_size,
     )
@@ -161,7 +162,7 @@ class ProgramStart:
     """One start of a rank's program.
 
     Attributes:
-        rendezvous: where the ranks meet; None in plain style.
+        rendezvous: where the ranks meet; None if they form no group.
         most_restarts: how often the run may begin again.
         timeout_s: for the ranks to meet.
     """
@@ -213,7 +214,8 @@ def environment(
     Raises:
         ClusterError: each rank is to see a device of its own, and the node has fewer.
     """
-    hide = start.program.style != "plain"
+    launcher, topology = launcher_of(start.program.style), start.topology
+    hide = launcher.forms_group
     found = {
         name: value
         for name, value in env.items()
@@ -223,10 +225,26 @@ def environment(
     if hide and "SLURM_JOB_ID" in found:
         found["SLURM_JOB_NAME"] = "interactive"  # else Lightning takes SLURM's word, and requeues
     _search_path(found, env, start.program, copies)
-    _devices(found, start)
-    launcher = _msrun if start.program.style == "mindspore" else _torchrun
-    set_by_launcher = launcher(start, start.rendezvous) if start.rendezvous else {}
-    topology = start.topology
+    _devices(found, start, launcher.device_variable)
+    set_by_launcher: dict[str, str] = {}
+    if start.rendezvous is not None:
+        program_rank = ProgramRank(
+            rank=topology.rank,
+            size=topology.size,
+            local_rank=topology.local_rank,
+            local_size=topology.size // topology.nodes,
+            node_index=topology.node_index,
+            nodes=topology.nodes,
+            owns_device=start.program.devices == "rank",
+            address=start.rendezvous.address,
+            port=start.rendezvous.port,
+            timeout_s=start.timeout_s,
+            run_id=start.run.identity or start.run.path.name,
+            attempt=start.attempt,
+            most_restarts=start.most_restarts,
+            error_file=start.run.program_error(start.attempt, topology.rank),
+        )
+        set_by_launcher = launcher.variables(program_rank)
     ours = {
         RUN: str(start.run.path),
         ATTEMPT: str(start.attempt),
@@ -260,12 +278,12 @@ def _search_path(
         found["PYTHONPATH"] = os.pathsep.join(map(str, own))
 
 
-def _devices(found: dict[str, str], start: ProgramStart) -> None:
+def _devices(found: dict[str, str], start: ProgramStart, default: str) -> None:
     if start.program.devices != "rank":
         return
     local = start.topology.local_rank
     if not any(name in found for name in DEVICES):
-        found[DEVICES[start.program.style == "mindspore"]] = str(local)
+        found[default] = str(local)
         return
     for name in DEVICES:
         there = [one.strip() for one in found.get(name, "").split(",") if one.strip()]
@@ -276,43 +294,3 @@ def _devices(found: dict[str, str], start: ProgramStart) -> None:
             )
         if there:
             found[name] = there[local]
-
-
-def _torchrun(start: ProgramStart, rendezvous: Rendezvous) -> dict[str, str]:
-    """Return the variables that torch's local_elastic_agent.py sets."""
-    topology = start.topology
-    width = topology.size // topology.nodes
-    return {
-        "LOCAL_RANK": "0" if start.program.devices == "rank" else str(topology.local_rank),
-        "RANK": str(topology.rank),
-        "GROUP_RANK": str(topology.node_index),
-        "ROLE_RANK": str(topology.rank),
-        "ROLE_NAME": "default",
-        "LOCAL_WORLD_SIZE": str(width),
-        "WORLD_SIZE": str(topology.size),
-        "GROUP_WORLD_SIZE": str(topology.nodes),
-        "ROLE_WORLD_SIZE": str(topology.size),
-        "MASTER_ADDR": rendezvous.address,
-        "MASTER_PORT": str(rendezvous.port),
-        "TORCHELASTIC_RESTART_COUNT": str(start.attempt),
-        "TORCHELASTIC_MAX_RESTARTS": str(max(start.attempt, start.most_restarts)),
-        "TORCHELASTIC_RUN_ID": start.run.identity or start.run.path.name,
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
-        "TORCHELASTIC_ERROR_FILE": str(start.run.program_error(start.attempt, topology.rank)),
-    }
-
-
-def _msrun(start: ProgramStart, rendezvous: Rendezvous) -> dict[str, str]:
-    """Return the variables that MindSpore's parallel/cluster/process_entity sets."""
-    topology = start.topology
-    return {
-        "MS_ROLE": "MS_WORKER",
-        "MS_WORKER_NUM": str(topology.size),
-        "MS_NODE_ID": str(topology.rank),
-        "MS_SCHED_HOST": rendezvous.address,
-        "MS_SCHED_PORT": str(rendezvous.port),
-        "MS_TOPO_TIMEOUT": str(max(1, round(start.timeout_s))),
-        "RANK_ID": str(topology.rank),
-        "RANK_SIZE": str(topology.size),
-        "DEVICE_ID": "0" if start.program.devices == "rank" else str(topology.local_rank),
-    }

@@ -21,6 +21,7 @@ from orchestrator.agent.topology import (
 )
 from orchestrator.config.reading import read_config
 from orchestrator.errors import UsageError
+from orchestrator.plugins import FRAMEWORKS
 from orchestrator.rundir.folder import RunDir
 from tests.helpers import environment
 
@@ -207,10 +208,12 @@ os._exit(0)
 
 
 @pytest.mark.skipif(not available(), reason="needs root, for network namespaces")
-def test_nodes_whose_own_names_mean_loopback_meet_under_both_frameworks(tmp_path):
+def test_nodes_whose_own_names_mean_loopback_meet_under_each_framework(tmp_path):
     with two_nodes(tmp_path) as nodes:
         ranks = []
         for framework, transport in (("torch", "gloo"), ("mindspore", "mccl")):
+            if FRAMEWORKS.refusal(framework):  # MindSpore's engine is an add-on
+                continue
             folder = tmp_path / framework
             folder.mkdir()
             for index, node in enumerate(nodes):

@@ -12,7 +12,7 @@ from orchestrator.audit import auditing
 from orchestrator.errors import ConfigError
 from orchestrator.runs.follow import OutputOptions
 from tests.docs.json_fields import Fields, printed
-from tests.helpers import ROOT, TINY, begin_anew, until, verb
+from tests.helpers import LIGHT, ROOT, TINY, begin_anew, until, verb
 
 pytestmark = pytest.mark.long
 
@@ -368,10 +368,11 @@ def test_a_script_that_cannot_be_judged_gets_a_sentence(tmp_path, text, reason):
         ([], [LOOP], {"steps": "'--k={steps}"}, "a quote in it is not closed"),
         ([], [LOOP], {"updates": 0}, "at least 1"),
         (["+cluster=slurm"], [LOOP], {}, "an audit runs on simulated nodes"),
-        (["job=digits_mindspore"], [], {}, "an audit observes PyTorch"),
+        ([LIGHT], [], {}, "an audit observes PyTorch; numpy cannot be observed"),
     ],
 )
-def test_what_cannot_be_audited_is_refused(overrides, program, more, message):
+def test_what_cannot_be_audited_is_refused(monkeypatch, overrides, program, more, message):
+    monkeypatch.syspath_prepend(ROOT / "tests" / "third_party" / "framework")
     options = {"steps": None, "updates": None, "output": OutputOptions(console=Console()), **more}
     with pytest.raises(ConfigError, match=message):
         auditing.audit(overrides, program, fake_cuda=False, **options)

@@ -134,7 +134,6 @@ def test_another_optimizer_inherits_no_argument_of_the_default_one():
     stated = ["optimizer._target_=torch.optim.RMSprop", "optimizer.alpha=0.9"]
     assert compose(stated).optimizer == {"_target_": "torch.optim.RMSprop", "alpha": 0.9}
     assert compose(["optimizer.name=sgd"]).optimizer == {"name": "sgd"}
-    prepare(compose(["job=digits_mindspore", "optimizer=adam"]))
 
 
 def test_a_job_that_builds_its_optimizer_is_given_no_other(tmp_path):
@@ -237,7 +236,6 @@ def test_a_sweep_with_a_wrong_point_starts_none_and_says_all_that_is_wrong(tmp_p
         (["-m", "schedule.base_lr=interval(0.1,1)"], "add sweep.search=tpe"),
         (["+clutser=slurm"], "did you mean 'cluster'"),
         (["-m", "train.seed=1,1"], "all points: they are equal; leave all but one of them out"),
-        ([*SHARDED, "job=line"], "not available with mindspore"),
         (
             [*SHARDED, "accumulation.reduction=reproducible", "accumulation.micro_batch=8"],
             "try accumulation.reduction=fast",

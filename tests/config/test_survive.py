@@ -28,7 +28,6 @@ def refuse(made, framework):
 @pytest.mark.parametrize(
     ("values", "framework", "said"),
     [
-        ({}, "mindspore", "run.max_restarts=3"),
         ({"transport": "hccl"}, "torch", "transport=gloo"),
         ({"engine__shard_model": "all"}, "torch", "takes its shards along"),
         ({"job": {"command": ["train.py"]}}, None, "means nothing to a program"),
@@ -65,7 +64,6 @@ def test_what_can_survive_is_let_through(values):
 REFUSED = (
     ({"transport": "nccl"}, "only if run.survive=true is stated"),
     (GPUS, "only if run.survive=true is stated"),
-    ({"job": {"_target_": "jobs.digits_mindspore.DigitsMindSpore"}}, "run.max_restarts=3"),
     ({"job": LIGHT}, "not available with numpy"),
     ({"job": {"_target_": "tests.tiny_job.Talking"}}, "talks_in_window"),
     ({"job": {"_target_": "tests.tiny_job.Hidden"}}, "does not say which framework"),

@@ -1,12 +1,8 @@
 """Examples of pages do what the pages say, some of them made shorter."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 
-import numpy as np
 import pytest
 from torch import nn
 
@@ -119,25 +115,3 @@ def test_the_commands_of_the_page_end_with_one_digest(tmp_path):
         call(*arguments, *shorter, f"run.dir={folder}", "-q", code=0)
         digests.add(result(folder)["weights_sha256"])
     assert len(digests) == 1
-
-
-def test_the_frameworks_own_accumulation_under_model_train_takes_the_big_batchs_steps(tmp_path):
-    (tmp_path / "model_train.py").write_text(script("mindspore.md", "model_train.py"))
-    done = subprocess.run(
-        [sys.executable, "model_train.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env={**os.environ, "GLOG_v": "3"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    x = np.random.default_rng(0).standard_normal((200, 3))
-    y = x.sum(1) + 1
-    inputs, found = np.concatenate([x, np.ones((200, 1))], axis=1), np.zeros(4)
-    for update in range(5):
-        mine = slice(40 * update, 40 * update + 40)
-        error = inputs[mine] @ found - y[mine]
-        found -= 0.1 * 2 * error @ inputs[mine] / 40
-    assert list(map(float, done.stdout.split())) == pytest.approx(found, abs=1e-6)

@@ -1,7 +1,6 @@
 """The notebook of the tutorial, and the Python of its page, executed from top to bottom."""
 
 import json
-import shutil
 import subprocess
 import sys
 
@@ -40,10 +39,16 @@ def test_the_notebook_runs_and_shows_what_it_says(tmp_path, monkeypatch):
     assert "did you mean 'updates'?" in refused[0].text
 
 
-def test_the_python_of_the_page_runs(tmp_path, monkeypatch):
-    shutil.copyfile(ROOT / "jobs" / "line.py", tmp_path / "my_job.py")
+def page_blocks(folder):
+    """Return the page's blocks of Python, and write its module `my_job`: the README's job."""
     page = "docs/how-to/notebooks.md"
-    blocks = [printed.text for printed in python_blocks() if printed.page == page]
+    [job] = [p.text for p in python_blocks() if p.page == "README.md" and "class Line(" in p.text]
+    (folder / "my_job.py").write_text(job)
+    return [printed.text for printed in python_blocks() if printed.page == page]
+
+
+def test_the_python_of_the_page_runs(tmp_path, monkeypatch):
+    blocks = page_blocks(tmp_path)
     assert len(blocks) == 3
     script = "\n".join(blocks)
     done = subprocess.run(
@@ -59,7 +64,7 @@ def test_the_python_of_the_page_runs(tmp_path, monkeypatch):
     assert [row.split()[0] for row in rows] == ["1", "2", "4"]
     assert best.startswith(str(tmp_path / "runs"))
     monkeypatch.chdir(tmp_path)
-    digits = next(run for run in list_runs() if run.config["job"]["_target_"].endswith("Digits"))
+    digits = next(run for run in list_runs() if run.config["train"]["evaluate_every"] == 10)
     frame = digits.metrics.to_pandas()
     assert isinstance(frame, pd.DataFrame)
     assert frame["held_out.accuracy"].dropna().index.tolist() == [9, 19, 29, 39]
@@ -67,9 +72,7 @@ def test_the_python_of_the_page_runs(tmp_path, monkeypatch):
 
 
 def test_the_python_of_the_page_is_typed_strictly(tmp_path):
-    shutil.copyfile(ROOT / "jobs" / "line.py", tmp_path / "my_job.py")
-    page = "docs/how-to/notebooks.md"
-    blocks = [printed.text for printed in python_blocks() if printed.page == page]
+    blocks = page_blocks(tmp_path)
     more = """
 print(run.metrics[-1]["loss"], run.logs(0, lines=3), run.state_dict(), run.load_model(best=True))
 print(run.resume("train.updates=80").wait(timeout_s=60), run.cancel(), run.report().name)

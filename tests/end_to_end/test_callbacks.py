@@ -132,13 +132,3 @@ def test_what_is_no_list_of_callbacks_is_refused(run, what, text):
     done = call(*COMMON, *job, "cluster.ranks_per_node=1", f"run.dir={run}")
     assert done.returncode == 2
     assert text in " ".join((done.stdout + done.stderr).split())
-
-
-def test_a_mindspore_job_has_them_too(run):
-    job = f"{JOBS}engine.mindspore.jobs.JournaledWeighted"
-    call(*COMMON, job, "cluster.ranks_per_node=2", f"run.dir={run}", code=0)
-    for rank in (0, 1):
-        assert [update for update, *_ in calls_of(run, rank, "second")] == list(range(6))
-        assert calls_of(run, rank, "on_boundary") == [
-            [line["update"], line["loss"], line["metrics"]] for line in records(run)
-        ]

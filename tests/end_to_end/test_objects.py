@@ -252,18 +252,6 @@ def test_a_model_of_a_class_that_was_edited_is_warned_of_until_it_is_reloaded(
     assert isinstance(run.load_model()[1], torch.nn.Tanh)
 
 
-def test_a_run_of_mindspore_gives_its_model_and_weights():
-    run = orchestrator.start(
-        "job=line", SMALL, "cluster.nodes=1", "train.updates=4", "train.precision=float64"
-    )
-    assert run.wait(180) == "finished"
-    state, model = run.state_dict(), run.load_model()
-    parameters = model.parameters_dict()
-    assert state.keys() == parameters.keys()
-    for name, tensor in state.items():
-        assert parameters[name].asnumpy() == pytest.approx(tensor.asnumpy(), rel=1e-6)
-
-
 def test_a_plan_and_a_comparison_are_data_and_start_nothing():
     plan = orchestrator.plan_run(TINY, *SHORT)
     assert (plan["updates"], plan["ranks"]) == (12, 2)

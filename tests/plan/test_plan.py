@@ -80,7 +80,6 @@ WIRES = [
         {"shard_optimizer": True, "bucket_mib": 2**-7, "metric_count": 2},
         {"sharded": True, "bucket_bytes": 2**13, "metric_count": 2},
     ),
-    ({"parameters": 9_000_000, "framework": "mindspore"}, {"early": False}),
     ({"parameters": 9_000_000, "framework": "torch"}, {"early": True}),
     ({"nodes": 1, "ranks_per_node": 1}, {"ranks": 1}),
 ]

@@ -109,7 +109,7 @@ def test_what_leaves_the_numbers_alone_is_taken(make_run, begun, asked):
             "a run cannot go on with optimizer.name=adam: this run has the optimizer that its job",
         ),
         ([], "optimizer=sgd", "resume cannot take optimizer=sgd"),
-        ([], "job=line", "resume cannot take job=line"),
+        ([], "job=digits", "resume cannot take job=digits"),
         ([], "experiment=jepa_240", "resume cannot take experiment"),
         ([], "job._target_=a.C", "it was a.B"),
         (["+job.width=3"], "job.width=4", "job.width=4: it was 3"),

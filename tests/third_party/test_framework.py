@@ -11,7 +11,7 @@ from orchestrator.engine.api import GroupSpec
 from orchestrator.engine.conformance import CHECKS
 from orchestrator.errors import StopRequested
 from tests import warm
-from tests.helpers import LIGHT, call, compare, result
+from tests.helpers import LIGHT, call, compare, result, verb
 
 HERE = warm.PATH.split(os.pathsep)[1]
 WORDS = (
@@ -80,3 +80,30 @@ def test_a_run_of_it_has_the_same_losses_on_any_ranks_and_goes_on_where_it_stood
         call(*WORDS, *more, f"run.dir={run}", code=0)
     assert [one["resumed_from"] for one in result(killed)["restarts"]] == [3, 6]
     assert compare(alone, killed)["max_relative_difference"] < 1e-5
+
+
+def test_what_it_declares_is_refused_before_the_start(tmp_path):
+    lacking = ("accumulation.reduction=reproducible", "accumulation.micro_batch=2")
+    done = call(*WORDS, "accumulation.steps=null", *lacking, f"run.dir={tmp_path}/run", code=2)
+    assert "reduction=reproducible is not available with numpy; try" in done.stderr
+    done = call(*WORDS, "run.survive=true", f"run.dir={tmp_path}/run", code=2)
+    assert "run.survive=true is not available with numpy; try run.max_restarts=3" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+PROGRAM = """
+import os, socket
+host, port = os.environ["LETTERBOX"].split(":")
+socket.create_connection((host, int(port))).close()
+print("sender", os.environ["SENDER"])
+"""
+
+
+def test_a_program_gets_the_variables_of_its_launcher(tmp_path):
+    (tmp_path / "train.py").write_text(PROGRAM)
+    words = ("job.style=letters", "cluster.nodes=1", "cluster.ranks_per_node=2", "run.dir=run")
+    plan = verb("plan", *words, "--", "train.py", cwd=tmp_path, code=0)
+    assert "letterrun's variables" in plan.stdout
+    verb("run", *words, "--", "train.py", cwd=tmp_path, code=0)
+    logs = [(tmp_path / f"run/logs/rank-0000{rank}.log").read_text() for rank in (0, 1)]
+    assert ["sender 0" in logs[0], "sender 1" in logs[1]] == [True, True]

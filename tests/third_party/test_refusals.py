@@ -7,19 +7,27 @@ import pytest
 
 from orchestrator.clusters.api import cluster_of
 from orchestrator.config.composer import compose
+from orchestrator.config.frameworks import facts_of
 from orchestrator.engine.api import Framework
 from orchestrator.errors import ConfigError
 from orchestrator.local_ranks.processes import run_ranks
-from orchestrator.plugins import CLUSTERS, FRAMEWORKS, TRACKERS, TRANSPORTS
+from orchestrator.plugins import (
+    CLUSTERS,
+    FRAMEWORK_FACTS,
+    FRAMEWORKS,
+    TRACKERS,
+    TRANSPORTS,
+)
 from orchestrator.rundir.folder import RunDir
 from orchestrator.trainer.recorder import Scalars
 from tests.helpers import ROOT, TINY, call
 
 BASES = {
-    CLUSTERS.key: "orchestrator.clusters.api.Cluster",
-    TRANSPORTS.key: "orchestrator.engine.torch.transports.Transport",
-    FRAMEWORKS.key: "orchestrator.engine.api.Framework",
-    TRACKERS.key: "orchestrator.trainer.recorder.Tracker",
+    CLUSTERS.group: "orchestrator.clusters.api.Cluster",
+    TRANSPORTS.group: "orchestrator.engine.torch.transports.Transport",
+    FRAMEWORKS.group: "orchestrator.engine.api.Framework",
+    FRAMEWORK_FACTS.group: "orchestrator.config.frameworks.FrameworkFacts",
+    TRACKERS.group: "orchestrator.trainer.recorder.Tracker",
 }
 
 
@@ -34,7 +42,7 @@ def registered(tmp_path, monkeypatch):
         info = folder / f"{package}-1.2.dist-info"
         info.mkdir(exist_ok=True)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.2\n")
-        module, base = BASES[kind.key].rsplit(".", 1)
+        module, base = BASES[kind.group].rsplit(".", 1)
         (folder / "theirs.py").write_text(f"from {module} import {base}\n{source}\n")
         (info / "entry_points.txt").write_text(f"[{kind.group}]\n{name} = theirs:Theirs\n")
         sys.modules.pop("theirs", None)
@@ -148,6 +156,15 @@ def test_a_framework_or_tracker_that_fails_at_its_start_is_named(registered, tmp
     with pytest.raises(ConfigError) as caught:
         Scalars(RunDir(tmp_path), compose([TINY, "tracker.kind=theirs"]))
     assert str(caught.value).startswith(f"tracker.kind=theirs: theirs:Theirs of theirs 1.2 {FAILS}")
+
+
+def test_facts_that_cannot_be_used_are_named_and_none_are_needed(registered):
+    registered(FRAMEWORK_FACTS, "raise ValueError('broken')")
+    with pytest.raises(ConfigError) as caught:
+        facts_of("theirs")
+    sentence = "framework=theirs: theirs:Theirs of theirs 1.2 cannot be imported: ValueError"
+    assert str(caught.value).startswith(sentence)
+    assert facts_of("another").cpu_transport == "gloo"
 
 
 def test_a_cluster_that_calls_an_untrained_run_finished_is_not_believed(registered, tmp_path):

@@ -46,7 +46,6 @@ def variables_of(run):
         ({"HIP_VISIBLE_DEVICES": "0,1"}, "torch", "HIP_VISIBLE_DEVICES", "1", "LOCAL_RANK"),
         ({"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}, "plain", "CUDA_VISIBLE_DEVICES", "GPU-b", None),
         ({}, "torch", "CUDA_VISIBLE_DEVICES", "1", "LOCAL_RANK"),
-        ({}, "mindspore", "ASCEND_RT_VISIBLE_DEVICES", "1", "DEVICE_ID"),
     ],
 )
 def test_a_rank_that_has_its_own_device_sees_no_other(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from orchestrator.clusters.api import Admission, Cluster, Handle, Request, Share
 from orchestrator.clusters.local.environment import find_shared_gpus
+from orchestrator.config.frameworks import facts_of
 from orchestrator.config.program import is_program
 from orchestrator.config.rules import planned_survival
 from orchestrator.config.schema import node_range
@@ -79,7 +80,7 @@ class LocalCluster(Cluster):
         """
         gpus, width = len(visible_gpus(os.environ)), self.config.cluster.ranks_per_node
         if self.config.transport == "nccl" and gpus < width:
-            on_cpus = "mccl" if framework == "mindspore" else "gloo"
+            on_cpus = facts_of(framework).cpu_transport
             raise TransportError(
                 f"transport=nccl needs a GPU for each of the {width} ranks of a node, but this "
                 f"machine has {gpus}; try transport={on_cpus}"

@@ -19,6 +19,7 @@ from orchestrator.clusters.slurm.client import SlurmClient
 from orchestrator.clusters.slurm.safe_values import check_preamble, check_values
 from orchestrator.clusters.slurm.task import NodeTask, write_task
 from orchestrator.clusters.slurm.trust import client_of, remember
+from orchestrator.config.frameworks import facts_of
 from orchestrator.config.program import target_of
 from orchestrator.config.schema import gpu_count, node_range
 from orchestrator.errors import ConfigError
@@ -34,7 +35,7 @@ class BaseSlurmCluster(Cluster):
         """Refuse a job with fewer GPUs than ranks on a node, which each rank would refuse."""
         cluster, gpus = self.config.cluster, gpu_count(self.config.cluster.gpus_per_node)
         if 0 < gpus < cluster.ranks_per_node and self.config.transport in ("auto", "nccl"):
-            on_cpus = "mccl" if framework == "mindspore" else "gloo"
+            on_cpus = facts_of(framework).cpu_transport
             raise ConfigError(
                 f"cluster.gpus_per_node={cluster.gpus_per_node}, but the "
                 f"{cluster.ranks_per_node} ranks of a node (cluster.ranks_per_node) need a GPU "

@@ -167,7 +167,7 @@ def test_a_persons_variables_for_sbatch_that_decide_nothing_are_named(monkeypatc
     ("given", "framework", "way"),
     [
         (["cluster.gpus_per_node=4"], "torch", "cluster.ranks_per_node=4, or transport=gloo"),
-        (["cluster.gpus_per_node=a100:4", "transport=nccl"], "mindspore", "transport=mccl"),
+        (["cluster.gpus_per_node=a100:4", "transport=nccl"], None, "transport=gloo"),
         (["cluster.gpus_per_node=4", "transport=gloo"], "torch", None),
         (["cluster.gpus_per_node=8"], "torch", None),
         ([], "torch", None),

@@ -4,12 +4,15 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
+from orchestrator import open_run
 from orchestrator.data import HeldOutData
 from orchestrator.engine.api import EngineSettings
 from orchestrator.engine.common.rendezvous import keep_port
@@ -18,6 +21,7 @@ from orchestrator.engine.mindspore.group import MindSporeGroup
 from orchestrator.rundir.checkpoints import WEIGHTS
 from tests import helpers
 from tests.docs.printed import typed
+from tests.docs.scripts import script as page_script
 from tests.docs.scripts import shell_block
 from tests.engine.held_out import validate
 from tests.engine.mindspore.jobs import HeldOut
@@ -268,3 +272,59 @@ def test_a_killed_scheduler_is_named_and_the_next_attempt_trains_to_the_end(tmp_
     [note] = found["restarts"]
     assert "MindSpore's scheduler" in note["why"]
     assert note["resumed_from"] > 0
+
+
+def test_a_job_has_callbacks(tmp_path):
+    run = tmp_path / "run"
+    helpers.call(
+        "job._target_=tests.engine.mindspore.jobs.JournaledWeighted",
+        "cluster.nodes=1",
+        "cluster.ranks_per_node=2",
+        "accumulation.global_batch=24",
+        "accumulation.micro_batch=4",
+        "accumulation.steps=null",
+        "train.updates=6",
+        "tracker=none",
+        f"run.dir={run}",
+        code=0,
+    )
+    recorded = [[row["update"], row["loss"], row["metrics"]] for row in helpers.records(run)]
+    for rank in (0, 1):
+        text = (run / f"calls-{rank}.jsonl").read_text()
+        lines = [json.loads(line) for line in text.splitlines()]
+        assert [line[4] for line in lines if line[0] == "second"] == list(range(6))
+        assert [line[4:] for line in lines if line[0] == "on_boundary"] == recorded
+
+
+def test_a_run_as_an_object_gives_its_model_and_weights(tmp_path):
+    folder = tmp_path / "run"
+    words = ("cluster.nodes=1", "train.updates=4", "train.precision=float64", f"run.dir={folder}")
+    helpers.call("job=line", helpers.SMALL, *words, code=0)
+    run = open_run(folder)
+    state, model = run.state_dict(), run.load_model()
+    parameters = model.parameters_dict()
+    assert state.keys() == parameters.keys()
+    for name, tensor in state.items():
+        assert parameters[name].asnumpy() == pytest.approx(tensor.asnumpy(), rel=1e-6)
+
+
+def test_the_frameworks_own_accumulation_under_model_train_takes_the_big_batchs_steps(tmp_path):
+    (tmp_path / "model_train.py").write_text(page_script("mindspore.md", "model_train.py"))
+    done = subprocess.run(
+        [sys.executable, "model_train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env={**os.environ, "GLOG_v": "3"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    x = np.random.default_rng(0).standard_normal((200, 3))
+    y = x.sum(1) + 1
+    inputs, weights = np.concatenate([x, np.ones((200, 1))], axis=1), np.zeros(4)
+    for update in range(5):
+        batch = slice(40 * update, 40 * update + 40)
+        error = inputs[batch] @ weights - y[batch]
+        weights -= 0.1 * 2 * error @ inputs[batch] / 40
+    assert list(map(float, done.stdout.split())) == pytest.approx(weights, abs=1e-6)
