@@ -41,7 +41,7 @@ def test_it_has_its_own_environment_folder_and_arguments_and_no_other(tmp_path):
         "    atexit.register(print, 'at its end')\n"
         "    raise SystemExit(len(sys.argv))\n"
     )
-    done = warm.call("asked", ["one", "two"], cwd=tmp_path, env={"A": "b"}, timeout=60)
+    done = warm.call("asked", ["one", "two"], cwd=tmp_path, env={"A": "b"}, timeout=helpers.LIMIT_S)
     files = [str(number) for number in range(4)]  # and the one that lists them
     assert done.stdout == f"{['one', 'two']} {tmp_path} {['A']} {files}\nat its end\n"
     assert (done.returncode, done.stderr) == (3, "")
@@ -58,7 +58,7 @@ def test_nodes_that_are_forks_look_and_compute_as_those_of_a_new_interpreter(tmp
         assert os.getsid(preloaded.pid) == preloaded.pid
         assert [file for file in preloaded.open_files() if "forked" not in file.path] == []
         assert forked.result().returncode == 0
-    output, _ = new.communicate(timeout=60)
+    output, _ = new.communicate(timeout=helpers.LIMIT_S)
     assert new.returncode == 0, output
     found = [helpers.result(tmp_path / name)["weights_sha256"] for name in ("new", "forked")]
     assert found[0] == found[1]

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from tests import helpers
-from tests.helpers import LIGHT, SMALL, TINY, environment, until
+from tests.helpers import LIGHT, LIMIT_S, SMALL, TINY, environment, until
 
 pytestmark = [pytest.mark.whole_runs, pytest.mark.long]
 
@@ -46,7 +46,7 @@ def test_an_interrupt_does_not_wait_for_an_import(tmp_path, hanging):
     run = tmp_path / "run"
     launcher = importing(run, hanging)
     launcher.send_signal(signal.SIGINT)
-    helpers.await_exit(launcher, 3, timeout=20)
+    helpers.await_exit(launcher, 3, timeout=LIMIT_S)
     assert helpers.result(run)["state"] == "stopped"
     assert not helpers.processes_of(run)
 
@@ -56,7 +56,7 @@ def test_nodes_and_ranks_do_not_outlive_the_process_that_they_are_forks_of(tmp_p
     launcher = helpers.begin(TINY, SMALL, f"run.dir={run}", "job.pause_s=0.05", "train.updates=400")
     until(lambda: helpers.records(run), what="training")
     helpers.preloaded(run).kill()
-    helpers.await_exit(launcher, 1, timeout=30)
+    helpers.await_exit(launcher, 1, timeout=LIMIT_S)
     assert "SIGKILL" in helpers.result(run)["culprit"]["cause"]
     assert not helpers.processes_of(run)
 
@@ -83,7 +83,7 @@ def test_a_node_that_is_stopped_obeys_a_second_interrupt(tmp_path):
     launcher.send_signal(signal.SIGINT)
     until(lambda: "once more" in (launcher.stdout.readline() or "once more"), 30, "the word")
     launcher.send_signal(signal.SIGINT)
-    said = helpers.await_exit(launcher, 130, timeout=20)
+    said = helpers.await_exit(launcher, 130, timeout=LIMIT_S)
     assert "failed" not in said
     assert not helpers.processes_of(tmp_path / "run")
     [status] = json.loads(helpers.verb("status", tmp_path / "run", "--json").stdout)
@@ -101,13 +101,13 @@ def test_no_process_outlives_its_launcher(tmp_path, hanging, when):
     until(lambda: helpers.preloaded(run), what="the process that imports")
     launcher.kill()
     launcher.communicate()
-    until(lambda: not helpers.processes_of(run), 20, "the end of all processes")
+    until(lambda: not helpers.processes_of(run), what="the end of all processes")
 
 
 def test_a_run_does_not_wait_for_a_node_that_is_stopped(tmp_path):
     run = tmp_path / "run"
     launcher = frozen_node(run, "cluster.heartbeat_timeout_s=1")
-    helpers.await_exit(launcher, 1, timeout=30)
+    helpers.await_exit(launcher, 1, timeout=LIMIT_S)
     found = helpers.result(run)["culprit"]
     assert (found["rank"], found["node"]) == (None, "node1")
     assert "its agent gave no sign of life for 2.5 s" in found["cause"]
@@ -131,7 +131,7 @@ def test_a_node_that_is_stopped_is_not_started_again_once_the_run_has_ended(tmp_
     )
     until(lambda: helpers.records(run), what="training")
     helpers.node_process(run, "node1").suspend()
-    helpers.await_exit(launcher, 0, timeout=90)
+    helpers.await_exit(launcher, 0, timeout=LIMIT_S)
     assert helpers.result(run)["updates"] == 30
     assert not helpers.processes_of(run)
 
@@ -191,7 +191,7 @@ def test_a_stop_reaches_exactly_the_agents_that_live(begun, where, signals):
         stdout=subprocess.PIPE,
         env=environment(),
         text=True,
-        timeout=20,
+        timeout=LIMIT_S,
         check=True,
     )
     assert sorted(map(json.loads, done.stdout.splitlines())) == signals

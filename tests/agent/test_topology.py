@@ -23,7 +23,7 @@ from orchestrator.config.reading import read_config
 from orchestrator.errors import UsageError
 from orchestrator.plugins import FRAMEWORKS
 from orchestrator.rundir.folder import RunDir
-from tests.helpers import environment
+from tests.helpers import LIMIT_S, environment
 
 pytestmark = pytest.mark.whole_runs
 
@@ -232,7 +232,7 @@ def test_nodes_whose_own_names_mean_loopback_meet_under_each_framework(tmp_path)
                 rank = node.begin(MEET, framework, str(folder), transport, **env)
                 ranks.append((index, rank))
         for index, rank in ranks:
-            out, _ = rank.communicate(timeout=120)
+            out, _ = rank.communicate(timeout=LIMIT_S)
             assert rank.returncode == 0, out
             assert json.loads(out.splitlines()[-1]) == [ADDRESSES[index], [3.0] * 3, CABLE]
 

@@ -19,7 +19,7 @@ from orchestrator.agent.programs import RankProgram
 from orchestrator.agent.workers import Workers
 from orchestrator.rundir.folder import RunDir
 from tests.agent.specs import node_spec
-from tests.helpers import environment, until
+from tests.helpers import LIMIT_S, environment, until
 
 pytestmark = pytest.mark.whole_runs
 
@@ -134,7 +134,7 @@ def test_what_a_worker_leaves_behind_belongs_to_the_node_while_the_worker_lives(
     child = psutil.Process(int(left.read_text()))
     until(lambda: child.ppid() == process.pid, 20, "its adoption by the node")
     (tmp_path / "node.end").touch()
-    process.communicate(timeout=60)
+    process.communicate(timeout=LIMIT_S)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 
@@ -196,7 +196,7 @@ def test_an_agent_may_have_as_many_links_as_the_hard_limit_allows_and_workers_ke
         stderr=subprocess.PIPE,
         env=environment(),
         text=True,
-        timeout=60,
+        timeout=LIMIT_S,
         check=True,
     )
     assert done.stderr.splitlines()[-2:] == ["worker 200 300", "agent 300 300"]

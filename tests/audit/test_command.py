@@ -12,7 +12,7 @@ from orchestrator.audit import auditing
 from orchestrator.errors import ConfigError
 from orchestrator.runs.follow import OutputOptions
 from tests.docs.json_fields import Fields, printed
-from tests.helpers import LIGHT, ROOT, TINY, begin_anew, until, verb
+from tests.helpers import LIGHT, LIMIT_S, ROOT, TINY, begin_anew, until, verb
 
 pytestmark = pytest.mark.long
 
@@ -398,7 +398,7 @@ def test_an_interrupt_leaves_nothing(tmp_path):
     process = begin_anew(*line, module="orchestrator", cwd=tmp_path, TMPDIR=str(temporary))
     until(lambda: list(temporary.glob("audit-*/traces/rank-*")), what="the script")
     os.kill(process.pid, signal.SIGINT)
-    process.communicate(timeout=60)
+    process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130
     assert not list(temporary.iterdir())
 

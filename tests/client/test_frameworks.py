@@ -126,7 +126,7 @@ def plain(tmp_path_factory):
         "--die",
         module="orchestrator",
         cwd=folder,
-        timeout=390,
+        timeout=helpers.LIMIT_S,
         code=1,
     )
     ours = [TOLD.findall((run / f"logs/rank-{rank:05d}.log").read_text()) for rank in range(2)]
@@ -136,7 +136,7 @@ def plain(tmp_path_factory):
         "train.py",
         module="torch.distributed.run",
         cwd=folder,
-        timeout=390,
+        timeout=helpers.LIMIT_S,
         GLOO_SOCKET_IFNAME="lo",
         code=0,
     )

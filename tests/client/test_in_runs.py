@@ -70,7 +70,9 @@ def test_stopped_by_one_rank_and_resumed_it_has_the_bits_of_plain_python(tmp_pat
     said = [re.findall(r"^(stopping|final) (\w+)", log, re.MULTILINE) for log in logs]
     assert said[0] == said[1]
     assert [word for word, _ in said[0]] == ["stopping", "final"]
-    alone = warm.call("train", [], cwd=tmp_path, env=helpers.environment(), timeout=60, kind="runs")
+    alone = warm.call(
+        "train", [], cwd=tmp_path, env=helpers.environment(), timeout=helpers.LIMIT_S, kind="runs"
+    )
     assert alone.stdout.split() == list(said[0][1]), alone.stderr
 
     records = helpers.records(run)

@@ -18,7 +18,7 @@ from orchestrator.plugins import COMMANDS
 from orchestrator.report.status_tables import with_trials
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
-from tests.helpers import ROOT, environment
+from tests.helpers import LIMIT_S, ROOT, environment
 
 ADD_ONS = sorted(COMMANDS.ours.keys() & {*COMMANDS.names()})
 for add_on in ADD_ONS:
@@ -198,7 +198,7 @@ def test_a_reader_that_goes_away_ends_a_command_without_a_word(script, command):
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=LIMIT_S,
     )
     assert (len(done.stdout), done.stderr) == (1, "")
 
@@ -212,7 +212,7 @@ def test_closed_streams_change_no_exit_code(script, tmp_path, command):
             env=environment(),
             capture_output=True,
             check=False,
-            timeout=100,
+            timeout=LIMIT_S,
         ).returncode
         for closed in ("", "<&- >&-", ">&- 2>&-")
     }
@@ -227,6 +227,6 @@ def test_a_reader_that_goes_away_before_the_start_leaves_no_folder(script, tmp_p
         env=environment(),
         capture_output=True,
         check=False,
-        timeout=100,
+        timeout=LIMIT_S,
     )
     assert not (tmp_path / "run").exists(), done.stderr

@@ -12,6 +12,8 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.helpers import LIMIT_S
+
 ROOT = Path(__file__).resolve().parents[2]
 
 PAGES = [
@@ -88,7 +90,7 @@ def typed(block, folder):
         ["/bin/bash", "-euc", block],
         check=True,
         cwd=folder,
-        timeout=300,
+        timeout=LIMIT_S,
         env={"PATH": str(programs), "RECORD": str(record), "HOME": os.environ["HOME"]},
     )
     return [line.split("\0")[:-1] for line in record.read_text().splitlines() if line]

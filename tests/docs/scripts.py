@@ -4,7 +4,7 @@ import re
 
 from tests import warm
 from tests.docs.printed import ROOT, blocks
-from tests.helpers import call
+from tests.helpers import LIMIT_S, call
 
 
 def _path(page):
@@ -48,7 +48,7 @@ def torchrun(page, name, processes, folder, changed=("", "")):
     (folder / name).write_text(script(page, name).replace(*changed), encoding="utf-8")
     line = ("--standalone", f"--nproc-per-node={processes}", name)
     how = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = call(*line, module="torch.distributed.run", cwd=folder, timeout=300, **how, code=0)
+    done = call(*line, module="torch.distributed.run", cwd=folder, timeout=LIMIT_S, **how, code=0)
     return _numbers(done.stdout)
 
 

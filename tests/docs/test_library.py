@@ -14,7 +14,7 @@ from torch.nn.functional import (
 from orchestrator.plan.order import DataOrder
 from tests import warm
 from tests.docs.scripts import ranks, script, torchrun
-from tests.helpers import environment
+from tests.helpers import LIMIT_S, environment
 
 pytestmark = pytest.mark.long
 
@@ -112,7 +112,7 @@ def test_our_windows_alone_under_plain_python_take_the_same_steps(tmp_path, want
     text = script("library.md", "windows.py").replace(*IN_FLOAT64)
     kept = [line for line in text.splitlines() if not line.startswith(("dist.", "rank, ranks"))]
     (tmp_path / "alone.py").write_text("rank = 0\n" + "\n".join(kept))
-    done = warm.call("alone", [], cwd=tmp_path, env=environment(), timeout=150, kind="runs")
+    done = warm.call("alone", [], cwd=tmp_path, env=environment(), timeout=LIMIT_S, kind="runs")
     assert list(map(float, done.stdout.split())) == pytest.approx(wanted, rel=1e-12), done.stderr
     left = {path.name for path in tmp_path.iterdir()} - {"__pycache__"}
     assert left == {"alone.py"}, "nothing is left"

@@ -11,7 +11,7 @@ from nbclient import NotebookClient
 
 from orchestrator import list_runs
 from tests.docs.printed import ROOT, python_blocks
-from tests.helpers import environment
+from tests.helpers import LIMIT_S, environment
 
 pytestmark = pytest.mark.long
 
@@ -23,7 +23,7 @@ def test_the_notebook_runs_and_shows_what_it_says(tmp_path, monkeypatch):
     assert not any(cell.get("outputs") for cell in notebook.cells)  # it is kept without them
     client = NotebookClient(
         notebook,
-        timeout=300,
+        timeout=LIMIT_S,
         resources={"metadata": {"path": str(tmp_path)}},
     )
     client.execute()

@@ -22,6 +22,7 @@ from orchestrator.report.run_tables import print_closing
 from orchestrator.rundir.metrics import History
 from tests.docs.printed import ROOT, blocks, inline, links, python_blocks
 from tests.docs.scripts import page_text, table
+from tests.helpers import LIMIT_S
 from tests.run_folders import Screen, record, result
 
 
@@ -128,7 +129,7 @@ def test_the_site_builds_without_warnings_and_has_every_page(tmp_path):
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=LIMIT_S,
     )
     assert built.returncode == 0, built.stdout + built.stderr
     pages = {path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")}

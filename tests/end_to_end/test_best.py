@@ -11,7 +11,7 @@ from orchestrator.errors import JobError
 from orchestrator.rundir.best import BestFigure
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import read_metrics
-from tests.helpers import await_exit, begin, call, rank_pid, result, verb
+from tests.helpers import LIMIT_S, await_exit, begin, call, rank_pid, result, verb
 from tests.hold import Hold
 
 pytestmark = pytest.mark.whole_runs
@@ -95,7 +95,7 @@ def test_survivors_find_the_same(tmp_path, rank, update):
     hold.wait_until_held(update, (0, 1, 2))
     os.kill(rank_pid(run, rank), signal.SIGKILL)
     hold.release()
-    await_exit(process, 0, timeout=90)
+    await_exit(process, 0, timeout=LIMIT_S)
     found = result(run)
     assert len(found["survived"]) == 1
     assert (found["updates"], found["best"]["updates"]) == (14, 8)

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests import helpers
-from tests.helpers import SMALL, TINY
+from tests.helpers import LIMIT_S, SMALL, TINY
 from tests.hold import begin_held, request_stop
 
 pytestmark = [pytest.mark.whole_runs, pytest.mark.long]
@@ -32,7 +32,7 @@ def test_a_jobs_child_process_that_fails_is_not_its_rank_and_an_unprintable_erro
         )
         for fault in ("fork", "mute")
     }
-    said = {fault: process.communicate(timeout=60)[0] for fault, process in begun.items()}
+    said = {fault: process.communicate(timeout=LIMIT_S)[0] for fault, process in begun.items()}
     assert begun["fork"].returncode == 0, said["fork"]
     assert helpers.result(tmp_path / "fork")["state"] == "finished"
     assert not list((tmp_path / "fork").rglob("failure-*.json"))
@@ -81,7 +81,7 @@ def test_stopped_by_a_signal_resumed_and_killed_a_run_ends_with_the_same_bits(ru
     resumed.kill()
     resumed.communicate()
     hold.release()
-    helpers.until(lambda: not helpers.processes_of(run), 20, "the end of all processes")
+    helpers.until(lambda: not helpers.processes_of(run), what="the end of all processes")
     helpers.verb("resume", run, code=0)
     assert {record["attempt"] for record in helpers.records(run)} == {0, 1, 2}
     undisturbed = tmp_path / "undisturbed"
@@ -95,10 +95,10 @@ def test_an_interrupt_at_any_moment_of_the_start_ends_cleanly(run, delay_s):
     process = helpers.begin_anew(*SLOW, SMALL, f"run.dir={run}")
     time.sleep(delay_s)  # the moment is the subject of the test
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode in (3, 130), output
     assert "Traceback" not in output
-    helpers.until(lambda: not helpers.processes_of(run), 20, "the end of all processes")
+    helpers.until(lambda: not helpers.processes_of(run), what="the end of all processes")
 
 
 @pytest.mark.parametrize("ends_first", [False, True], ids=["it is noticed", "the training ends"])

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from tests import helpers
-from tests.helpers import SMALL, TINY
+from tests.helpers import LIMIT_S, SMALL, TINY
 from tests.hold import Hold
 
 pytestmark = pytest.mark.whole_runs
@@ -45,7 +45,7 @@ def test_a_disk_that_is_full_to_the_end_is_a_failure_that_says_so_and_resumes(di
     hold.wait_until_held(12, (0, 1))
     disk.fill()
     hold.release()
-    output = helpers.await_exit(process, 1, timeout=120)
+    output = helpers.await_exit(process, 1, timeout=LIMIT_S)
     assert "Traceback" not in output
     assert "rank 0 on node0 failed first: trained to the end, but the checkpoint after" in output
     assert re.search(

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests import helpers
-from tests.helpers import SMALL
+from tests.helpers import LIMIT_S, SMALL
 
 pytestmark = [pytest.mark.whole_runs, pytest.mark.long]
 
@@ -159,7 +159,8 @@ def runs(tmp_path_factory):
         arguments = (f"+job.act={act}", f"+job.place={place}", f"+job.ranks={ranks}", *more)
         begun[words] = run, helpers.begin(LIVELY, SMALL, *COMMON, *arguments, f"run.dir={run}")
     yield {
-        words: (run, *process.communicate(timeout=240)) for words, (run, process) in begun.items()
+        words: (run, *process.communicate(timeout=LIMIT_S))
+        for words, (run, process) in begun.items()
     }
     for _, process in begun.values():
         process.kill()

@@ -31,7 +31,7 @@ from orchestrator.errors import (
 )
 from orchestrator.rundir.lock import is_locked
 from tests import warm
-from tests.helpers import LIGHT, SMALL, TINY, call, environment, verb
+from tests.helpers import LIGHT, LIMIT_S, SMALL, TINY, call, environment, verb
 from tests.hold import Hold, request_stop
 from tests.light_job import Light
 from tests.run_folders import maker, record
@@ -458,7 +458,7 @@ def test_an_interrupted_start_interrupts_the_command(tmp_path):
         capture_output=True,
         text=True,
         check=True,
-        timeout=55,
+        timeout=LIMIT_S,
     )
     assert done.stdout == "interrupted\n"
     assert not Path("runs").exists() or not any(Path("runs").iterdir())

@@ -27,7 +27,7 @@ from orchestrator.plugins import COMMANDS
 from orchestrator.runs.start import prepare
 from orchestrator.sweep.points import check_points
 from tests.docs.printed import PROGRAMS, ROOT, SLURMS, inline, python_blocks, shell_commands
-from tests.helpers import begin, call, records, until
+from tests.helpers import LIMIT_S, begin, call, records, until
 from tests.hold import Hold
 
 pytestmark = [pytest.mark.whole_runs, pytest.mark.long]
@@ -173,7 +173,7 @@ def reader(tmp_path_factory):
 def let_go(slowly, going):
     slowly.release()
     for one in going:
-        one.communicate(timeout=60)
+        one.communicate(timeout=LIMIT_S)
 
 
 def split(words):
@@ -200,7 +200,7 @@ def execute(words, folder):
     if trains and "--" not in rest and not any(word.startswith("--") for word in rest):
         rest = [*rest, *SHORT]
     homes = {"HOME": str(folder), "XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", CACHE)}
-    done = call(*rest, module=module, cwd=folder, timeout=200, **homes)
+    done = call(*rest, module=module, cwd=folder, timeout=LIMIT_S, **homes)
     finds = rest[:1] == ["doctor"]  # 1: this machine lacks something
     assert done.returncode in ((0, 1) if finds else (0,)), done.stdout + done.stderr
     assert "Traceback" not in done.stderr, done.stderr

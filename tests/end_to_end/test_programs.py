@@ -142,7 +142,7 @@ def test_who_is_killed_or_frozen_is_named_soon_and_nothing_is_left(tmp_path, tar
     rank = program_of(tmp_path, 3)
     began = time.monotonic()
     os.kill({"rank": rank.pid, "agent": rank.ppid(), "launcher": process.pid}[target], number)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=helpers.LIMIT_S)
     helpers.until(lambda: not programs_of(tmp_path), timeout_s=20, what="the end of all")
     assert time.monotonic() - began < (30 if number == signal.SIGSTOP else 10)
     assert said in " ".join(output.split())
@@ -166,7 +166,7 @@ def test_a_stop_is_the_signal_that_the_program_knows_and_resume_starts_it_again(
     assert json.loads(status.stdout)[0]["state"] == "running"
     done = helpers.verb("cancel", tmp_path / "run", code=0)
     assert "gets SIGUSR1 on every rank" in done.stdout
-    output = helpers.await_exit(process, 3, timeout=30)
+    output = helpers.await_exit(process, 3, timeout=helpers.LIMIT_S)
     assert "gets SIGUSR1 on every rank" in output
     assert "boundary" not in output + done.stdout, "it has none"
     assert helpers.result(tmp_path / "run")["state"] == "stopped"

@@ -10,7 +10,18 @@ import subprocess
 import pytest
 
 from orchestrator.rundir.outcome import Culprit, State, write_result
-from tests.helpers import LIGHT, SMALL, begin, begin_anew, command, environment, result, until, verb
+from tests.helpers import (
+    LIGHT,
+    LIMIT_S,
+    SMALL,
+    begin,
+    begin_anew,
+    command,
+    environment,
+    result,
+    until,
+    verb,
+)
 from tests.run_folders import make_run
 
 pytestmark = pytest.mark.whole_runs
@@ -38,15 +49,15 @@ def test_a_local_run_is_seen_and_cancelled_from_another_shell(run):
     assert re.match(r"starting|update", left.stdout.readline())
     assert "update" in left.stdout.readline()
     left.send_signal(signal.SIGINT)
-    assert "the run goes on" in left.communicate(timeout=30)[0]
+    assert "the run goes on" in left.communicate(timeout=LIMIT_S)[0]
     assert left.returncode == 130
     assert process.poll() is None
 
     done = verb("cancel", run, code=0)
     assert "next update boundary" in done.stdout
-    process.communicate(timeout=30)
+    process.communicate(timeout=LIMIT_S)
     assert process.returncode == 3
-    assert "to go on from here" in stays.communicate(timeout=30)[0]
+    assert "to go on from here" in stays.communicate(timeout=LIMIT_S)[0]
     assert stays.returncode == 3
     assert found(run)["state"] == "stopped"
     assert found(run)["updates"] == result(run)["updates"] > 0

@@ -12,7 +12,7 @@ import pytest
 
 from orchestrator.rundir.metrics import read_metrics
 from tests import helpers
-from tests.helpers import TINY
+from tests.helpers import LIMIT_S, TINY
 from tests.hold import begin_held
 
 pytestmark = pytest.mark.whole_runs
@@ -60,7 +60,7 @@ def test_a_run_survives_the_loss_of_rank_0s_node_then_a_rank_then_a_frozen_rank(
     frozen = members[-1]
     os.kill(helpers.rank_pid(run, frozen), signal.SIGSTOP)
     hold.release()
-    output = helpers.await_exit(process, 0, timeout=90)
+    output = helpers.await_exit(process, 0, timeout=LIMIT_S)
     said = " ".join(output.split())
     assert "a lost rank or node does not end the run (run.survive)" in said
     assert not [*(run / "checkpoints").glob(".partial-*")]
@@ -116,7 +116,7 @@ def test_a_node_that_holds_a_copy_in_shards_is_lost_and_comes_back_as_a_whole(ru
     for log in (run / "logs" / "rank-00002.log", run / "logs" / "rank-00003.log"):
         helpers.until(lambda log=log: "asks to join" in log.read_text(), what="both asking to join")
     hold.release()
-    helpers.await_exit(process, 0, timeout=90)
+    helpers.await_exit(process, 0, timeout=LIMIT_S)
     changes = read_metrics(run / "metrics.jsonl").changes
     assert [change["survived"]["gone"] for change in changes if "survived" in change] == [[2, 3]]
     assert [change["joined"]["came"] for change in changes if "joined" in change] == [[2, 3]]

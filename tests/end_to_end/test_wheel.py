@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.helpers import ROOT, environment
+from tests.helpers import LIMIT_S, ROOT, environment
 
 pytestmark = pytest.mark.whole_runs
 
@@ -32,7 +32,7 @@ def run(installed, folder, *arguments, module="orchestrator.launch"):
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

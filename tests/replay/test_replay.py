@@ -11,6 +11,7 @@ import pytest
 
 from orchestrator.plan.order import DataOrder
 from tests.helpers import (
+    LIMIT_S,
     TINY,
     await_exit,
     begin,
@@ -244,7 +245,7 @@ def test_pdb_stops_in_the_jobs_own_loss_with_the_batch(changed, tmp_path):
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT_S,
         check=True,
     )
     assert "tiny_job.py" in done.stdout
@@ -332,7 +333,7 @@ def test_a_loop_over_windows_is_replayed_on_fewer_ranks(tmp_path):
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT_S,
         check=True,
     )
     assert f"('piece', {found['leaves'][0]['samples']})" in done.stdout

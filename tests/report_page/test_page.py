@@ -18,7 +18,7 @@ from orchestrator.report_page.page import csv_of, html_of, json_of, write_report
 from orchestrator.rundir.files import write_json
 from slurm.errors import DevClusterError
 from slurm.install import ensure_installed
-from tests.helpers import verb
+from tests.helpers import LIMIT_S, verb
 
 
 class Reader(HTMLParser):
@@ -184,7 +184,7 @@ def seen(browser, sweep, tmp_path_factory):
             ],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=LIMIT_S,
             check=True,
         )
         [facts] = re.findall(r'data-seen="([^"]*)"', shown.stdout)

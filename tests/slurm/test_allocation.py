@@ -65,7 +65,7 @@ def test_no_rank_outlives_its_launcher(slurm, shell, tmp_path):
     process = start(shell, tmp_path, how=helpers.begin)
     helpers.until(lambda: len(list(tmp_path.glob("here-*"))) == 4, what="the program")
     os.kill(process.pid, 9)
-    process.communicate(timeout=60)
+    process.communicate(timeout=helpers.LIMIT_S)
     helpers.until(
         lambda: not processes_of_job(slurm, shell["SLURM_JOB_ID"]), 20, "the end of all ranks"
     )

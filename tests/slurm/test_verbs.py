@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from slurm import breaking
-from tests.helpers import await_exit, begin, call, result, until
+from tests.helpers import LIMIT_S, await_exit, begin, call, result, until
 from tests.slurm import runs
 from tests.slurm.runs import wrapped_sbatch
 
@@ -53,7 +53,7 @@ def test_a_run_moves_to_slurm_and_back_and_is_watched_meanwhile(slurm, tmp_path)
     there = ("cluster=slurm_dev", f"cluster.slurm_conf={slurm.slurm_conf}", *runs.SHAPE)
     moved = runs.verb("resume", run, "train.updates=40", *there, code=0)
     assert "going on after update 20 of 40" in moved.stdout
-    watched = runs.verb("attach", run, timeout=90, code=0)
+    watched = runs.verb("attach", run, timeout=LIMIT_S, code=0)
     assert "40 of 40" in watched.stdout
     runs.verb("resume", run, "train.updates=60", "cluster=local", *runs.SHAPE, code=0)
     assert result(run)["weights_sha256"] == runs.reference(tmp_path / "local", "train.updates=60")
@@ -77,7 +77,7 @@ def test_a_watcher_outlives_the_controller_and_an_interrupt_leaves_the_run(mende
     mended.up()
     until(lambda: "answers again" in watcher.stdout.readline(), 90, "the watcher's note")
     os.kill(watcher.pid, signal.SIGINT)
-    output = await_exit(watcher, 130, timeout=30)
+    output = await_exit(watcher, 130, timeout=LIMIT_S)
     assert f"detached; job {runs.job_of(run)} goes on" in output
     hold.release()
     assert runs.wait_over(mended, run)["state"] == "finished"

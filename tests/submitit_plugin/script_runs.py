@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from orchestrator.submitit_plugin import VARIABLE
-from tests.helpers import environment
+from tests.helpers import LIMIT_S, environment
 
 SCRIPT = [sys.executable, "-m", "tests.submitit_plugin.script"]
 
@@ -17,7 +17,7 @@ def run_script(folder, overrides, **env):
         env=environment(**{VARIABLE: overrides, **env}),
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=LIMIT_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

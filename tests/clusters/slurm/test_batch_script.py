@@ -35,7 +35,7 @@ from orchestrator.config.schema import Config, gpu_count
 from orchestrator.errors import ConfigError
 from orchestrator.rundir import files
 from orchestrator.rundir.folder import RunDir
-from tests.helpers import alive, until
+from tests.helpers import LIMIT_S, alive, until
 
 pytestmark = pytest.mark.whole_runs
 
@@ -90,7 +90,7 @@ class Script:
             text=True,
             cwd=folder,
             check=False,
-            timeout=20,
+            timeout=LIMIT_S,
             env={"PATH": f"{folder}:{os.environ['PATH']}", "SLURMD_NODENAME": "n0", **variables},
         )
 

@@ -20,7 +20,7 @@ from orchestrator.engine.mindspore.rendezvous import (
 )
 from orchestrator.errors import PeerLost, RendezvousError, StopRequested, TransportError
 from tests.engine.mindspore.program import checks, spec
-from tests.helpers import ROOT, alive, environment, until
+from tests.helpers import LIMIT_S, ROOT, alive, environment, until
 
 pytestmark = pytest.mark.long
 
@@ -37,7 +37,7 @@ def test_every_check_holds_on_every_rank_and_the_scheduler_ends_with_the_group(t
             text=True,
             errors="replace",
             check=False,
-            timeout=500,
+            timeout=LIMIT_S,
         )
         path = tmp_path / f"report-{rank}.json"
         assert path.exists(), f"rank {rank} left no report: {(done.stdout + done.stderr)[-4000:]}"

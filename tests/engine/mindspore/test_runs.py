@@ -259,7 +259,7 @@ def test_a_killed_scheduler_is_named_and_the_next_attempt_trains_to_the_end(tmp_
     helpers.until((run / "attempts" / "001").exists, 20, "the next attempt")
     assert not [p for p in doomed if helpers.name_of(p).startswith("rank")]
     hold.release()
-    helpers.await_exit(process, 0, timeout=120)
+    helpers.await_exit(process, 0, timeout=helpers.LIMIT_S)
     assert not helpers.processes_of(run)
     plan = json.loads((run / "plan.json").read_text())
     kept = helpers.records(run)
@@ -316,7 +316,7 @@ def test_the_frameworks_own_accumulation_under_model_train_takes_the_big_batchs_
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=helpers.LIMIT_S,
         env={**os.environ, "GLOG_v": "3"},
     )
     assert done.returncode == 0, done.stderr[-3000:]

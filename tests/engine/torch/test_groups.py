@@ -24,7 +24,7 @@ from orchestrator.local_ranks.processes import run_ranks
 from orchestrator.local_ranks.threads import run_in_threads
 from slurm.polling import first_true
 from tests.engine.torch.jobs import sgd_accumulator
-from tests.helpers import ROOT
+from tests.helpers import LIMIT_S, ROOT
 
 
 def test_a_view_that_torch_negates_lazily_travels_with_its_sign():
@@ -407,5 +407,5 @@ def test_processes_that_end_right_after_a_collective_do_not_abort(tmp_path):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
                 for thread in os.listdir(f"/proc/{rank.pid}/task"):  # noqa: PTH208
                     os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
-        ended = [(*rank.communicate(timeout=200), rank.returncode) for rank in ranks]
+        ended = [(*rank.communicate(timeout=LIMIT_S), rank.returncode) for rank in ranks]
     assert ended == [("4\n", "", 0)] * 4

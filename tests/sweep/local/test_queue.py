@@ -11,6 +11,7 @@ import pytest
 
 from tests.helpers import (
     LIGHT,
+    LIMIT_S,
     TINY,
     await_exit,
     begin,
@@ -75,7 +76,7 @@ def disturbed(tmp_path_factory):
     trains(sweep / "3")
     found["meanwhile"] = state_of(sweep)
     hold.release()
-    found["said"], _ = command.communicate(timeout=120)
+    found["said"], _ = command.communicate(timeout=LIMIT_S)
     return {**found, "code": command.returncode, "left": processes_of(sweep)}
 
 
@@ -112,8 +113,8 @@ def test_the_same_line_goes_on_with_what_has_not_finished_and_killed_it_leaves_n
     again = begin(*line)
     until(lambda: len([p for p in processes_of(sweep) if name_of(p) == "rank 0"]) == 3)
     again.kill()
-    again.communicate(timeout=60)
-    until(lambda: not processes_of(sweep), 20, "the end of all processes")
+    again.communicate(timeout=LIMIT_S)
+    until(lambda: not processes_of(sweep), what="the end of all processes")
     assert state_of(sweep)["1"] == "lost"
     assert kept == (sweep / "3" / "result.json").stat().st_mtime_ns
 
@@ -167,8 +168,8 @@ def test_the_framework_is_imported_once_for_all_points_with_the_same_bits(tmp_pa
     hold.wait_until_held(3)
     ranks = [p for p in psutil.process_iter(["ppid"]) if below(p, command.pid)]
     command.kill()
-    command.communicate(timeout=60)
-    _, alive = psutil.wait_procs(ranks, timeout=20)
+    command.communicate(timeout=LIMIT_S)
+    _, alive = psutil.wait_procs(ranks, timeout=LIMIT_S)
     assert alive == []
 
 
