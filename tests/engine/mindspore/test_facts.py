@@ -1,5 +1,8 @@
 """What is known of MindSpore without importing it: limits, survival, msrun's variables."""
 
+import subprocess
+import sys
+
 import pytest
 
 from orchestrator.agent.topology import Topology
@@ -11,6 +14,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.plan.wire import Wire
 from orchestrator.runs.start import prepare
 from orchestrator.trainer.program import ProgramStart, Rendezvous, environment
+from tests.helpers import ROOT
 from tests.plan.stated import make_plan
 
 JOB = "job=digits_mindspore"
@@ -89,3 +93,17 @@ def test_a_program_gets_the_variables_of_msrun(run):
         "RANK_ID": "3",
         "RANK_SIZE": "4",
     }
+
+
+def test_submitting_imports_neither_mindspore_nor_its_engine():
+    modules = ", ".join(f"orchestrator.engine.mindspore.{name}" for name in ("facts", "msrun"))
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys, {modules}; print(*sys.modules)"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    imported = {*done.stdout.split()}
+    assert "orchestrator.config.launchers" in imported
+    assert imported.isdisjoint({"mindspore", "numpy", "orchestrator.engine.api"})
