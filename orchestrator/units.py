@@ -119,6 +119,15 @@ def named_numbers(noun: str, numbers: Sequence[int], most: int = 8) -> str:
     return f"{noun}{'s' * (len(numbers) > 1)} {', '.join(texts[:most])}{more}"
 
 
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Name ranks.
+
+    >>> named_ranks([3]), named_ranks([1, 3, 4, 5])
+    ('rank 3', 'ranks 1, 3-5')
+    """
+    return named_numbers("rank", ranks)
+
+
 def format_seconds(seconds: float | None) -> str:
     """Format a duration in at most two units, so that it fits a column and is read at a glance.
 

@@ -14,10 +14,10 @@ from typing import Any
 import psutil
 
 from orchestrator.agent.topology import interface_of, own_address
-from orchestrator.plan.plan_warnings import named_ranks
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.program_link import ATTEMPT, RUN
+from orchestrator.units import named_ranks
 
 ALL_REDUCE_MIB = (1, 64)
 REPEATS = 5

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from orchestrator.config.program import is_program
@@ -11,7 +11,7 @@ from orchestrator.plan.batch import BATCH_SCHEDULE, GLOBAL_BATCH, MICRO_BATCH, S
 from orchestrator.plan.order import DataOrder
 from orchestrator.plan.parts import Length, Rates
 from orchestrator.plan.split import Split
-from orchestrator.units import named_numbers, plural
+from orchestrator.units import named_ranks, plural
 
 
 def warnings_of(
@@ -48,15 +48,6 @@ def idle_gpus(config: Config) -> Iterator[str]:
         f"{cluster.ranks_per_node}: each node has {plural(idle, 'idle GPU')}{unless}; try "
         f"cluster.ranks_per_node={gpus}"
     )
-
-
-def named_ranks(ranks: Sequence[int]) -> str:
-    """Name ranks.
-
-    >>> named_ranks([3]), named_ranks([1, 3, 4, 5])
-    ('rank 3', 'ranks 1, 3-5')
-    """
-    return named_numbers("rank", ranks)
 
 
 def _idle(split: Split, batch: Batch, reduction: str) -> Iterator[str]:

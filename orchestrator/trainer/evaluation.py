@@ -13,9 +13,9 @@ from orchestrator.job import Job, is_coupled
 from orchestrator.plan.cost import deal, in_rounds
 from orchestrator.plan.held_out import HeldOutShare, cut_held_out, piece_size, share_of
 from orchestrator.plan.plan import Plan
-from orchestrator.plan.plan_warnings import named_ranks
 from orchestrator.plan.window import MicroBatch
-from orchestrator.trainer.consistency_checks import agreed_samples, same_lengths
+from orchestrator.trainer.same_inputs import agreed_samples, same_lengths
+from orchestrator.units import named_ranks
 
 
 def agreed_held_out(engine: Engine, job: Any, *, by_length: bool = False) -> HeldOutData | None:

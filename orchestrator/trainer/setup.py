@@ -70,19 +70,18 @@ from orchestrator.snapshot import submitted
 from orchestrator.source.git import code_state
 from orchestrator.source.modules import folder_of
 from orchestrator.trainer.best import BestCheckpoint
-from orchestrator.trainer.consistency_checks import (
+from orchestrator.trainer.environment import describe_environment, device_request
+from orchestrator.trainer.evaluation import agreed_held_out
+from orchestrator.trainer.failure import describe
+from orchestrator.trainer.recorder import Recorder, check_tracker
+from orchestrator.trainer.same_inputs import (
     agreed_lengths,
     agreed_samples,
     agreed_survival,
     compare_facts,
-    describe_environment,
-    device_request,
     own_rates,
     refuse_different_costs,
 )
-from orchestrator.trainer.evaluation import agreed_held_out
-from orchestrator.trainer.failure import describe
-from orchestrator.trainer.recorder import Recorder, check_tracker
 from orchestrator.trainer.survival import GroupMembership
 from orchestrator.trainer.worker import WorkerProcess
 from orchestrator.units import plural

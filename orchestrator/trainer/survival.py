@@ -25,12 +25,12 @@ from orchestrator.errors import (
     StopRequested,
     Unrecoverable,
 )
-from orchestrator.plan.plan_warnings import named_ranks
 from orchestrator.rundir.checkpoints import file_sha256
 from orchestrator.rundir.generations import GenerationRecord, member_of, members_of, rank_of
 from orchestrator.rundir.warnings import warn
 from orchestrator.source.modules import folder_of, loaded_files
 from orchestrator.trainer.worker import WorkerProcess
+from orchestrator.units import named_ranks
 
 log = logging.getLogger(__name__)
 

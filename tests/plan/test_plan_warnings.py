@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.plan.plan_warnings import named_ranks
+from orchestrator.units import named_ranks
 from tests.plan.stated import make_plan
 
 IDLE = "rank 3 of 4 will be idle: there is no work for them in an update of 3 samples"

@@ -6,7 +6,7 @@ import pytest
 from orchestrator import JobError
 from orchestrator.local_ranks.threads import run_in_threads
 from orchestrator.plan.cost import TokenBudget, WorkByCost
-from orchestrator.trainer.consistency_checks import refuse_different_costs
+from orchestrator.trainer.same_inputs import refuse_different_costs
 from tests.engine.torch.jobs import Curve, engine_of
 
 pytestmark = pytest.mark.whole_runs

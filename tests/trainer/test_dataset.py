@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from orchestrator.errors import JobError
 from orchestrator.job import dataset_of
 from orchestrator.local_ranks.threads import run_in_threads
-from orchestrator.trainer.consistency_checks import agreed_samples, sample_digest
+from orchestrator.trainer.same_inputs import agreed_samples, sample_digest
 from tests.engine.torch.jobs import Samples
 
 pytestmark = pytest.mark.whole_runs

@@ -6,7 +6,7 @@ from orchestrator.agent.topology import Topology
 from orchestrator.config.program import ProgramConfig
 from orchestrator.config.schema import ClusterConfig
 from orchestrator.errors import ClusterError
-from orchestrator.trainer.consistency_checks import device_request
+from orchestrator.trainer.environment import device_request
 from orchestrator.trainer.program import ProgramStart, Rendezvous, environment
 
 

@@ -11,7 +11,7 @@ from orchestrator.config.schema import ScheduleConfig
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.plan.parts import JobFacts
 from orchestrator.plan.plan import Plan
-from orchestrator.trainer.consistency_checks import own_rates
+from orchestrator.trainer.same_inputs import own_rates
 
 
 class Alone:

@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator.config.schema import FactsConfig
 from orchestrator.errors import ConfigError
-from orchestrator.trainer.consistency_checks import compare_facts
+from orchestrator.trainer.same_inputs import compare_facts
 from orchestrator.trainer.survival import modules_of
 from tests.plan.stated import make_plan
 

@@ -22,9 +22,8 @@ import numpy as np
 
 from orchestrator.engine.common.replicas import minority_ranks
 from orchestrator.errors import JobError, RunFolderError
-from orchestrator.plan.plan_warnings import named_ranks
 from orchestrator.rundir.warnings import warn
-from orchestrator.units import first_few
+from orchestrator.units import first_few, named_ranks
 
 PLAIN = (bool, int, float, str, bytes, complex, np.generic, types.NoneType)
 MOST_ENTRIES = 64

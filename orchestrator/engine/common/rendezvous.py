@@ -11,8 +11,8 @@ from typing import Any
 
 from orchestrator.engine.api import GroupSpec
 from orchestrator.errors import RanksMissing, RendezvousError, StopRequested, TransportError
-from orchestrator.plan.plan_warnings import named_ranks
 from orchestrator.rundir.files import read_text, write_atomically
+from orchestrator.units import named_ranks
 
 
 def raise_for_verdict(spec: GroupSpec, verdict: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from orchestrator.engine.common.boundary import DIGEST_BITS, Trailer
 from orchestrator.errors import JobError, ReplicasDiffer
-from orchestrator.plan.plan_warnings import named_ranks
+from orchestrator.units import named_ranks
 
 MAX_PARTITIONS = 32
 """All weights are compared within so many updates."""

@@ -85,7 +85,7 @@ from orchestrator.engine.torch.transports import group_of_torch
 from orchestrator.engine.torch.window_state import MicroBatchTracker, WindowState
 from orchestrator.errors import ConfigError, JobError, ReplicasDiffer, did_you_mean
 from orchestrator.job import Loss
-from orchestrator.plan.plan_warnings import named_ranks
+from orchestrator.units import named_ranks
 
 if TYPE_CHECKING:
     from orchestrator.engine.torch.fully_sharded import FullySharded

@@ -39,7 +39,7 @@ from orchestrator.engine.torch.group import (
 )
 from orchestrator.engine.torch.state import pack
 from orchestrator.errors import JobError
-from orchestrator.plan.plan_warnings import named_ranks
+from orchestrator.units import named_ranks
 
 # ------------------------------------------------------------------ Equal machines
 

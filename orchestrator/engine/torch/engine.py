@@ -83,9 +83,8 @@ from orchestrator.engine.torch.transports import peer_lost_during
 from orchestrator.errors import ConfigError, JobError, StateLost
 from orchestrator.job import Job, dataset_of, is_coupled
 from orchestrator.plan.held_out import HeldOutShare
-from orchestrator.plan.plan_warnings import named_ranks
 from orchestrator.rundir.warnings import warn
-from orchestrator.units import first_few
+from orchestrator.units import first_few, named_ranks
 
 if TYPE_CHECKING:
     from orchestrator.engine.torch.fully_sharded import FullySharded

@@ -9,7 +9,7 @@ import numpy as np
 from orchestrator.engine.api import Group
 from orchestrator.engine.common.waiting import for_others
 from orchestrator.errors import PeerLost, RanksMissing, StopRequested
-from orchestrator.plan.plan_warnings import named_ranks
+from orchestrator.units import named_ranks
 
 
 class Letters(Group):

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import math
-import os
-import platform
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,18 +18,16 @@ from orchestrator.config.rules import (
     refuse_schedule,
     with_survival,
 )
-from orchestrator.config.schema import ClusterConfig, Config, FactsConfig, ScheduleConfig, gpu_count
+from orchestrator.config.schema import Config, FactsConfig, ScheduleConfig
 from orchestrator.data import generator_states, kept_generators
 from orchestrator.engine.api import Engine, Group
 from orchestrator.engine.common.replicas import minority_ranks
 from orchestrator.errors import ConfigError, JobError, PlanError, shortened
 from orchestrator.job import has_own_rate
-from orchestrator.machine import NO_DEVICE
 from orchestrator.plan.cost import MICRO_TOKENS, WorkByCost, lengths_of
 from orchestrator.plan.plan import Plan
-from orchestrator.plan.plan_warnings import named_ranks
 from orchestrator.rundir.warnings import warn
-from orchestrator.units import first_few
+from orchestrator.units import first_few, named_ranks
 
 if TYPE_CHECKING:
     import numpy as np
@@ -373,68 +368,3 @@ def agreed_survival(config: Config, job: Any, group: Group) -> Config:
             warn(f"{OFF}{refusal}")
         on = refusal is None
     return with_survival(config, on=on)
-
-
-# ----------------------------------------------------------------------
-# Requested accelerators: with them `transport=auto` must not silently compute on CPUs.
-
-OPTIONS = ("gpus", "gpus-per-task", "gpus-per-socket", "gres")
-HANDED_OUT = (
-    "CUDA_VISIBLE_DEVICES",
-    "SLURM_STEP_GPUS",
-    "SLURM_JOB_GPUS",
-    "ROCR_VISIBLE_DEVICES",
-    "ASCEND_RT_VISIBLE_DEVICES",
-    "ASCEND_VISIBLE_DEVICES",
-)
-RESOURCES_OF_HOSTS = ("none", "tmp", "disk", "ssd", "nvme", "license", "bandwidth", "network")
-
-
-def device_request(cluster: ClusterConfig, env: Mapping[str, str], *, scheduled: bool) -> str:
-    """Return the setting that requests devices; "" without one.
-
-    >>> device_request(ClusterConfig(gpus_per_node="a100:4"), {}, scheduled=True)
-    'cluster.gpus_per_node=a100:4'
-    """
-    if gpu_count(cluster.gpus_per_node):
-        return f"cluster.gpus_per_node={cluster.gpus_per_node}"
-    for section in ("slurm_flags", "srun_flags"):
-        flags: Mapping[str, object] = getattr(cluster, section)
-        for name in OPTIONS:
-            value = str(flags.get(name) or "")
-            if value and not value.startswith(RESOURCES_OF_HOSTS):
-                return f"cluster.{section}.{name}={value}"
-    # With whole nodes SLURM hands out all that is in them, asked for or not.
-    for name in HANDED_OUT if scheduled and not cluster.exclusive else ():
-        if env.get(name, "").strip().lower() not in NO_DEVICE:
-            return f"the scheduler gave {name}={env[name]}"
-    return ""
-
-
-# ----------------------------------------------------------------------
-# Versions, machine and the state of the code, for environment.json.
-
-PACKAGES = ("hydra-core", "omegaconf", "submitit", "numpy", "safetensors", "torch", "mindspore")
-
-
-def describe_environment(
-    framework_versions: Mapping[str, str], transport: str, code: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Describe code, packages and machine, without environment variables, which may be secret."""
-    versions: dict[str, str | None] = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
-    return {
-        "python": sys.version.split()[0],
-        "platform": platform.platform(),
-        "processor": platform.machine(),
-        "cpus": os.cpu_count(),
-        "packages": versions,
-        "framework": dict(framework_versions),
-        "transport": transport,
-        "threads": os.environ.get("OMP_NUM_THREADS"),
-        "git": dict(code),
-    }

@@ -1,0 +1,77 @@
+"""What a rank runs on: requested devices, and for environment.json versions, machine and code."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from orchestrator.config.schema import ClusterConfig, gpu_count
+from orchestrator.machine import NO_DEVICE
+
+# ----------------------------------------------------------------------
+# Requested accelerators: with them `transport=auto` must not silently compute on CPUs.
+
+OPTIONS = ("gpus", "gpus-per-task", "gpus-per-socket", "gres")
+HANDED_OUT = (
+    "CUDA_VISIBLE_DEVICES",
+    "SLURM_STEP_GPUS",
+    "SLURM_JOB_GPUS",
+    "ROCR_VISIBLE_DEVICES",
+    "ASCEND_RT_VISIBLE_DEVICES",
+    "ASCEND_VISIBLE_DEVICES",
+)
+RESOURCES_OF_HOSTS = ("none", "tmp", "disk", "ssd", "nvme", "license", "bandwidth", "network")
+
+
+def device_request(cluster: ClusterConfig, env: Mapping[str, str], *, scheduled: bool) -> str:
+    """Return the setting that requests devices; "" without one.
+
+    >>> device_request(ClusterConfig(gpus_per_node="a100:4"), {}, scheduled=True)
+    'cluster.gpus_per_node=a100:4'
+    """
+    if gpu_count(cluster.gpus_per_node):
+        return f"cluster.gpus_per_node={cluster.gpus_per_node}"
+    for section in ("slurm_flags", "srun_flags"):
+        flags: Mapping[str, object] = getattr(cluster, section)
+        for name in OPTIONS:
+            value = str(flags.get(name) or "")
+            if value and not value.startswith(RESOURCES_OF_HOSTS):
+                return f"cluster.{section}.{name}={value}"
+    # With whole nodes SLURM hands out all that is in them, asked for or not.
+    for name in HANDED_OUT if scheduled and not cluster.exclusive else ():
+        if env.get(name, "").strip().lower() not in NO_DEVICE:
+            return f"the scheduler gave {name}={env[name]}"
+    return ""
+
+
+# ----------------------------------------------------------------------
+# Versions, machine and the state of the code, for environment.json.
+
+PACKAGES = ("hydra-core", "omegaconf", "submitit", "numpy", "safetensors", "torch", "mindspore")
+
+
+def describe_environment(
+    framework_versions: Mapping[str, str], transport: str, code: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Describe code, packages and machine, without environment variables, which may be secret."""
+    versions: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    return {
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "processor": platform.machine(),
+        "cpus": os.cpu_count(),
+        "packages": versions,
+        "framework": dict(framework_versions),
+        "transport": transport,
+        "threads": os.environ.get("OMP_NUM_THREADS"),
+        "git": dict(code),
+    }
