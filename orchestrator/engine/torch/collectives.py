@@ -40,7 +40,7 @@ class AllReduceSum(Function):
     def forward(ctx: Any, x: Tensor, group: BaseGroup) -> Tensor:
         """Shape (*) -> (*)."""
         ctx.group = group
-        y = x.clone(memory_format=torch.contiguous_format)
+        y = x.clone(memory_format=torch.contiguous_format)  # the sum is made in place
         group.all_reduce_sum(y)
         return y
 
@@ -94,6 +94,7 @@ class _Blocks(Function):
             return block
         group.all_reduce_sum(whole)  # transports scatter equal blocks only
         first = sum(sizes[: group.rank])
+        # A view would keep the memory of all blocks.
         return whole[first : first + sizes[group.rank]].clone()
 
     @staticmethod
