@@ -219,7 +219,9 @@ def resume_sweep(
             continue without them, with a warning.
     """
     if RunDir(folder).search.exists():
-        name = str((RunDir(folder).read_search() or {}).get("search"))
+        name = (RunDir(folder).read_search() or {}).get("search")
+        if not isinstance(name, str):
+            raise RunFolderError(f"{RunDir(folder).search} does not say which search it is of")
         return SEARCHES.make(name, SearchMethod).resume(folder, output, overrides, config_dir)
     with locked_sweep(folder):
         run_statuses = statuses(runs)[0]

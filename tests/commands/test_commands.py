@@ -116,6 +116,14 @@ def test_a_damaged_table_of_a_search_hides_none_of_its_runs(here, made):
     assert "found/0" in done.stdout
 
 
+def test_a_search_whose_method_is_not_known_is_not_resumed(here, made):
+    run = made("found/0").path
+    write_json(RunDir(run.parent).search, {"trials": []})
+    done = here.invoke(app, ["resume", "found"])
+    assert done.exit_code == 2
+    assert "search.json does not say which search it is of" in done.stderr
+
+
 @pytest.mark.parametrize("words", [["status"], ["plan"], ["status", "nowhere"], ["doctor"]])
 def test_what_is_no_terminal_gets_no_colours(here, made, words):
     made("runs/one")
