@@ -13,11 +13,13 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from orchestrator.errors import JobError
+from orchestrator.rundir.files import await_disk_space
 from orchestrator.rundir.program_link import (
     NOT_YET,
     STOP_AFTER,
@@ -26,6 +28,7 @@ from orchestrator.rundir.program_link import (
     read_number,
     write_number,
 )
+from orchestrator.rundir.warnings import warn
 
 POLL_S = 0.05
 LEFT_TO_US = (signal.SIG_DFL, signal.default_int_handler, signal.SIG_IGN)
@@ -59,7 +62,7 @@ class Stop:
             self._install_handlers()
         if self._signalled and not self._posted:
             self._posted = True
-            write_number(self._request_file, update)
+            _write(self._request_file, update)
         if self._rank == 0:
             self._decide()
         else:
@@ -81,7 +84,7 @@ class Stop:
 
     def agreed(self, update: int) -> None:
         """Record that all ranks stop after `update`, for those that were not signalled."""
-        write_number(self._after_file, update)
+        _write(self._after_file, update)
 
     def _decide(self) -> None:
         now = time.monotonic()
@@ -93,7 +96,7 @@ class Stop:
         if not all(self._note(rank).exists() for rank in range(self._size)):
             return  # the agent names the ranks that never ask
         self._after = self._calls + 1
-        write_number(self._after_file, self._after)
+        _write(self._after_file, self._after)
 
     def replace_handlers(self) -> None:
         """Handle stop signals from now on, in the place of any handler of a framework."""
@@ -116,7 +119,7 @@ class Stop:
             self._before[number] = signal.signal(number, self._handle)
         self._handling, self._pid = True, os.getpid()
         if note:  # after that: its reader may send a signal
-            write_number(str(self._note(self._rank)), os.getpid())
+            _write(str(self._note(self._rank)), os.getpid())
 
     def release_handlers(self) -> None:
         """Give stop signals the handlers back that they had before, and forget a request."""
@@ -134,3 +137,8 @@ class Stop:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self._signalled = True
+
+
+def _write(path: str, number: int) -> None:
+    """Write a number that the others need; while the disk is full, wait."""
+    await_disk_space(partial(write_number, path, number), warn)

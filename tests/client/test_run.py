@@ -134,6 +134,22 @@ def test_a_stop_waits_for_ranks_that_never_ask_and_says_who_they_are(attempt, si
     assert f"rank {silent} never called should_stop" in line
 
 
+def test_a_program_that_asks_while_the_disk_is_full_waits_for_space(attempt, monkeypatch):
+    monkeypatch.setattr("orchestrator.rundir.files.DISK_POLL_S", 0.0)
+    refusals, write = [OSError(errno.ENOSPC, "No space left on device")] * 3, os.pwrite
+
+    def full(*arguments):
+        if refusals:
+            raise refusals.pop()
+        return write(*arguments)
+
+    monkeypatch.setattr("os.pwrite", full)
+    with pytest.warns(match="waiting for space on the disk"):
+        assert not Stop(attempt, 0, 1).due(0)
+    assert not refusals
+    assert (attempt / "stop-handler-00000").exists()
+
+
 def test_nothing_is_said_of_programs_that_none_or_all_of_whose_ranks_ask(attempt):
     write_number(str(attempt / STOP_REQUESTED), 0)
     for ranks in ((), (0, 1, 2)):
