@@ -4,62 +4,17 @@ import re
 import shutil
 import subprocess
 import tomllib
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from orchestrator.plugins import PluginKind
+from tests.add_ons import ADD_ONS, PRESENT
 from tests.helpers import LIGHT, ROOT, TINY, call, verb
 
 pytestmark = pytest.mark.whole_runs
 
 
-@dataclass(frozen=True)
-class AddOn:
-    """How an add-on enters.
-
-    Attributes:
-        commands: its verbs.
-        settings: words of a launch that need it.
-        refused: the setting, as the refusal names it.
-    """
-
-    commands: tuple[str, ...] = ()
-    settings: tuple[str, ...] = ()
-    refused: str = ""
-
-
-ADD_ONS = {
-    "audit": AddOn(commands=("audit",)),
-    "engine/mindspore": AddOn(
-        settings=("job._target_=orchestrator.jobs.digits_mindspore.DigitsMindSpore",),
-        refused="framework=mindspore",
-    ),
-    "rehearse": AddOn(commands=("rehearse",)),
-    "replay": AddOn(
-        commands=("replay", "bisect"),
-        settings=("run.callbacks=[replay]",),
-        refused="run.callbacks=replay",
-    ),
-    "report_page": AddOn(commands=("report",)),
-    "search": AddOn(
-        settings=("-m", "sweep.search=tpe", "sweep.trials=2", "schedule.base_lr=interval(0.1,1)"),
-        refused="sweep.search=tpe",
-    ),
-    "sentinel": AddOn(
-        settings=("accumulation.sentinel_every=2", "accumulation.reduction=reproducible"),
-        refused="accumulation.sentinel_every=2: run.callbacks=sentinel",
-    ),
-    "submitit_plugin": AddOn(),
-    "testing": AddOn(),
-    "trackers": AddOn(settings=("tracker=mlflow",), refused="tracker.kind=mlflow"),
-}
-PRESENT = [
-    name
-    for name in ADD_ONS
-    if (ROOT / "orchestrator" / name).exists() or (ROOT / "orchestrator" / f"{name}.py").exists()
-]
 SHAPE = (
     "cluster.nodes=1",
     "cluster.ranks_per_node=2",
