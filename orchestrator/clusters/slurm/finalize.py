@@ -443,9 +443,14 @@ def _describe_no_progress(
 
 
 def _is_loss(run: RunDir, attempt: int, why: str | None) -> bool:
-    """Return whether an attempt was cut short by no stop, but by a loss of srun or a node."""
+    """Return whether an attempt was cut short by no stop, but by a loss: of srun, of a node, or of
+    a rank that stood still for no fault of the job.
+    """
     if why is None:
         return False
+    outcome = read_outcome(run, attempt)
+    if outcome is not None and outcome.lost is not None:
+        return True
     if why.startswith("node ") and why.endswith(" failed"):
         return node_failure(run, attempt) is not None
     return why in (SRUN_KILLED, SRUN_ENDED, SRUN_FAILED, AGENTS_KILLED)

@@ -494,6 +494,22 @@ def test_an_srun_that_is_killed_again_and_again_is_tried_elsewhere_and_ends(run,
     assert str(run.srun_log(attempt)) in end["culprit"]["cause"]
 
 
+@pytest.mark.parametrize("program", [True, False])
+def test_a_node_that_stops_answering_again_and_again_ends_the_run_with_that_cause(run, program):
+    configure(run, job={"command": ["true"]} if program else {"_target_": "a.B"})
+    culprit = Culprit(rank=None, node="n1", cause="its agent is gone").to_json()
+    lost = "node n1 stopped answering"
+    for attempt in range(FRUITLESS):
+        run.begin_attempt()
+        outcome = {"state": "failed", "lost": lost, "culprit": {**culprit, "usage": False}}
+        write_json(run.outcome(attempt), outcome)
+        departure = {"why": _cut_short(run, attempt, 1, ""), "updates": None, "time": 2.0}
+        assert departure["why"] == lost
+        again, _, end = concluded(run, attempt, departure=departure)
+        assert again == (attempt < FRUITLESS - 1)
+    assert f"the last because {lost}" in end["culprit"]["cause"]
+
+
 def test_a_job_that_is_not_requeued_goes_on_in_its_allocation_or_fails(run):
     attempts(run, 1)
     job, departure = replace(JOB, requeue=False), {"why": SRUN_KILLED, "updates": None, "time": 2.0}
