@@ -244,7 +244,7 @@ def text_digest(*texts: str) -> str:
 
 
 def to_json_text(name: str, value: Mapping[str, Any]) -> str:
-    """Return the text of a JSON file of this name, with its checksum."""
+    """Return the text of a JSON file of this name, with its checksum. Batch scripts search it."""
     head = json.dumps({**value, DIGEST: ""}, indent=1).removesuffix(_BEFORE_DIGEST + '"\n}')
     return f"{head}{_BEFORE_DIGEST}{text_digest(name, head)}{_AFTER_DIGEST}"
 

@@ -379,7 +379,10 @@ def submit(tasks: Sequence[PointTask], output: OutputOptions) -> None:
 
 
 def _prepare_all(tasks: Sequence[PointTask], quiet: OutputOptions) -> list[PreparedRun]:
-    """Write all runs to the disk, or none and raise why."""
+    """Write all runs to the disk, or none and raise why.
+
+    Each run's lock is free again before anything is submitted: the sweep's keeps others away.
+    """
     runs: list[PreparedRun] = []
     wrong: dict[str, list[int]] = {}
     sweeps = {task.run.path.parent for task in tasks}

@@ -98,7 +98,8 @@ if ! [ -w "$run/attempts" ]; then
 fi
 if [ -e "$run/result.json" ]; then
     echo "this run has ended already; to go on: python -m orchestrator resume $run"
-    grep -q '"state": "finished"' "$run/result.json"  # else it was stopped, or has failed
+    # As to_json_text() writes it; else it was stopped, or has failed.
+    grep -q '"state": "finished"' "$run/result.json"
     exit
 fi
 if ! [ -d "$run/submitit" ]; then
@@ -134,7 +135,7 @@ until problem=$(make_attempt 2>&1) || [ -n "$stop_signal" ]; do
     fi
     [ $waited_s != 0 ] || echo "$problem; waiting for space, for up to @{DISK_PATIENCE_S} s"
     waited_s=$((waited_s + 1))
-    read -rt 1 <> <(:)
+    read -rt 1 <> <(:)  # sleep, without a process that holds back traps or outlives the script
 done
 rm -f "$run/attempts/$attempt/room"
 exec @{SRUN_LOG}>>"$run/attempts/$attempt/srun.log"
@@ -226,7 +227,7 @@ code=$?
 kill -KILL "$watcher" 2>/dev/null
 if [ $code = @{START_AGAIN} ]; then  # the allocation is there: its nodes serve another attempt
     trap - @{TRAPPED}
-    exec "$BASH" "$0"
+    exec "$BASH" "$0"  # SLURM's copy of this script, whose count of restarts is one higher now
 fi
 exit $code
 """)

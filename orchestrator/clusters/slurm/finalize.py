@@ -473,6 +473,7 @@ def _count_fruitless(run: RunDir, attempt: int) -> int:
             # A start whose srun died has no note. The first one begins at no checkpoint.
             note = read_json(run.restart(number)) or ({} if number else {"resumed_from": None})
             began_at |= {note["resumed_from"]} if "resumed_from" in note else set()
+            # Two starts at different checkpoints: one was saved in between.
             fruitful = number <= newest_done or len(began_at) > 1
         if fruitful:
             return attempt - number
