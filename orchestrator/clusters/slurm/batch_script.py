@@ -84,6 +84,7 @@ for name in @{TRAPPED}; do
     trap "forward_stop $name" "$name"
 done
 """)
+# "state": "finished" stands there as `to_json_text` writes it.
 CHECKS = Shell("""\
 run=@{run}
 refuse_links() {
@@ -98,8 +99,7 @@ if ! [ -w "$run/attempts" ]; then
 fi
 if [ -e "$run/result.json" ]; then
     echo "this run has ended already; to go on: python -m orchestrator resume $run"
-    # As to_json_text() writes it; else it was stopped, or has failed.
-    grep -q '"state": "finished"' "$run/result.json"
+    grep -q '"state": "finished"' "$run/result.json"  # else it was stopped, or has failed
     exit
 fi
 if ! [ -d "$run/submitit" ]; then
@@ -113,6 +113,7 @@ if ! [ -x @{python} ]; then
     exit 1
 fi
 """)
+# `read -rt 1 <> <(:)` sleeps, without a process that would hold back traps or outlive the script.
 ATTEMPT = Shell("""\
 job_id=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
 restarts=$run/attempts/srun-restarts-$job_id  # how often srun was restarted
@@ -135,7 +136,7 @@ until problem=$(make_attempt 2>&1) || [ -n "$stop_signal" ]; do
     fi
     [ $waited_s != 0 ] || echo "$problem; waiting for space, for up to @{DISK_PATIENCE_S} s"
     waited_s=$((waited_s + 1))
-    read -rt 1 <> <(:)  # sleep, without a process that holds back traps or outlives the script
+    read -rt 1 <> <(:)
 done
 rm -f "$run/attempts/$attempt/room"
 exec @{SRUN_LOG}>>"$run/attempts/$attempt/srun.log"
@@ -215,6 +216,7 @@ wait "$srun"
 code=$?
 kill "$watcher" 2>/dev/null
 """)
+# $0 is SLURM's copy of the script, whose count of restarts is one higher by then.
 FINALIZE = Shell("""\
 trap '' @{TRAPPED}
 @{starter} after "$run" "$attempt" "$code" "$stop_signal" &
@@ -227,7 +229,7 @@ code=$?
 kill -KILL "$watcher" 2>/dev/null
 if [ $code = @{START_AGAIN} ]; then  # the allocation is there: its nodes serve another attempt
     trap - @{TRAPPED}
-    exec "$BASH" "$0"  # SLURM's copy of this script, whose count of restarts is one higher now
+    exec "$BASH" "$0"
 fi
 exit $code
 """)
