@@ -212,6 +212,7 @@ class GroupMembership(Callback):
         self._link.send_event("joins")
         with for_others("the others to let it in"), self._changed:
             while self._me not in self._latest.members:
+                self._reported = self._latest.number  # it breaks off nothing here
                 if self._left:
                     raise Evicted("the run ended before this rank could join")
                 if stopped():
