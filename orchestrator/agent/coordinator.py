@@ -139,12 +139,14 @@ class AgentState:
 
     Attributes:
         heard: monotonic time; None before it connected.
+        connected: its link is there; one that lives connects again.
         peer: its address, once it was read.
         port: state of its port at the latest probe, `probed`.
     """
 
     index: int
     heard: float | None = None
+    connected: bool = False
     lost: bool = False
     peer: Peer | None = None
     port: Port | None = None
@@ -240,7 +242,7 @@ class Coordinator:
         self._lose_ranks(
             index, [r for r in here if self.workers[r].state != "ended" and r not in known]
         )
-        agent.heard, agent.lost = self._clock(), False
+        agent.heard, agent.connected, agent.lost = self._clock(), True, False
         # Before `_keep_members`: a worker may have ended while the link was broken.
         for rank, worker in known.items():
             incarnation = worker["events"][0]["incarnation"]
@@ -274,9 +276,11 @@ class Coordinator:
         self.agents[index].heard = self._clock()
 
     def agent_disconnected(self, index: int) -> None:
-        """Handle an agent whose link is closed: it ended, or follows another coordinator."""
-        if not self.agents[index].lost:
-            self._lose_agent(index)
+        """Handle an agent whose link is closed: it ended, connects again, or follows another
+        coordinator. `_check_agents` finds out.
+        """
+        self.changed = True
+        self.agents[index].connected = False
 
     def _lose_agent(self, index: int, cause: str = AGENT_GONE) -> None:
         agent = self.agents[index]
@@ -730,7 +734,7 @@ class Coordinator:
         due = {rank for rank, at in self._restart_at.items() if now >= at}
         for unit in dict.fromkeys(self._failure_unit(rank) for rank in sorted(due)):
             agent = self.agents[self._spec.node_of(unit[0])]
-            if not due.issuperset(unit) or agent.heard is None or agent.lost:
+            if not due.issuperset(unit) or agent.lost or not agent.connected:
                 continue
             incarnation = 1 + max(self.workers[rank].incarnation for rank in unit)
             for rank in unit:
@@ -833,6 +837,17 @@ class Coordinator:
     def _check_agents(self, now: float) -> None:
         """Mark agents as lost that are silent or did not connect in time."""
         limit_s = max(self._silence_s, LEAST_SILENCE_S)
+        # Links may break while their agents live, and these connect again. Only one behind a closed
+        # port has ended; silence decides on the others.
+        broken = [
+            agent
+            for agent in self.agents.values()
+            if agent.heard is not None and not agent.connected and now - agent.probed >= PROBE_S
+        ][:MOST_PROBES]
+        for agent in broken:
+            agent.probed = now
+        for index in self._closed_ports(agent.index for agent in broken):
+            self._lose_agent(index)
         awaited = [a for a in self.agents.values() if not a.lost and a.heard is None]
         for agent in self.agents.values():
             silent = agent.heard is not None and now - agent.heard > limit_s

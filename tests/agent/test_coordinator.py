@@ -69,10 +69,18 @@ class Attempt:
         """Let time pass; every agent that lives sends heartbeats."""
         self.now += seconds
         for agent in self.coordinator.agents.values():
-            if agent.heard is not None:
+            if agent.connected:
                 self.coordinator.heard(agent.index)
         self.coordinator.tick()
         self.commands += self.coordinator.commands()
+
+    def lose_agent(self, index, port=None):
+        """Break an agent's link; nothing listens at its port any more, unless one is given."""
+        if port is None:
+            with listen("127.0.0.1") as listener:
+                port = listener.getsockname()[1]
+        publish_agent(node_spec(self.run.path, index=index), port)
+        self.coordinator.agent_disconnected(index)
 
     def commands_of(self, command):
         """Take the commands of one kind."""
@@ -619,7 +627,8 @@ def test_a_restarted_agent_without_workers_ends_the_run_of_its_only_node(tmp_pat
 
 def test_a_node_that_is_gone_takes_its_workers_with_it_and_may_come_back(tmp_path):
     attempt = Attempt(tmp_path, ranks_per_node=2, replacements=4)
-    attempt.coordinator.agent_disconnected(1)
+    attempt.lose_agent(1)
+    attempt.tick()
     attempt.tick(MOMENT_S)
     assert attempt.newest["gone"] == [2, 3]
     assert attempt.newest["why"] == ["on node1: its agent is gone"]
@@ -628,6 +637,35 @@ def test_a_node_that_is_gone_takes_its_workers_with_it_and_may_come_back(tmp_pat
     attempt.coordinator.agent_connected(1, [])
     attempt.tick()
     assert [(a, c["rank"]) for a, c in attempt.commands_of("start")] == [(1, 2), (1, 3)]
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_an_agent_that_connects_again_costs_no_run_that_would_not_survive_its_loss(tmp_path, begun):
+    attempt = Attempt(tmp_path, survive=not begun, begin=begun)
+    if not begun:
+        for index in range(3):
+            attempt.join(index)
+    with listen("127.0.0.1") as listener:
+        attempt.lose_agent(1, listener.getsockname()[1])
+        pass_s(attempt, attempt.spec.heartbeat_s - 1)
+        attempt.join(1)
+        pass_s(attempt, 2 * attempt.spec.heartbeat_s)
+        assert not attempt.commands_of("die")
+        attempt.lose_agent(1, listener.getsockname()[1])
+        pass_s(attempt, attempt.spec.heartbeat_s + 2)
+        assert attempt.commands_of("die"), "it did not"
+
+
+def test_no_process_is_started_while_the_link_is_broken_that_would_tell_of_it(tmp_path):
+    attempt = Attempt(tmp_path, replacements=2)
+    attempt.end(1, status=-9)
+    with listen("127.0.0.1") as listener:
+        attempt.lose_agent(1, listener.getsockname()[1])
+        pass_s(attempt, 2)
+        assert not attempt.commands_of("start")
+        attempt.coordinator.agent_connected(1, [])
+        attempt.tick()
+        assert [c["incarnation"] for _, c in attempt.commands_of("start")] == [1]
 
 
 def test_a_node_that_comes_late_after_a_takeover_keeps_its_workers(tmp_path):
@@ -675,18 +713,14 @@ def test_a_new_coordinator_knows_from_the_record_and_the_agents(tmp_path):
 @pytest.mark.parametrize(("listens", "generation"), [(True, 0), (False, 1)])
 def test_the_smaller_half_waits_if_others_may_live(attempt, listens, generation):
     """Two of three nodes fall silent; only one that died refuses connections."""
-    listener = listen("127.0.0.1")
-    for index in (1, 2):
-        publish_agent(node_spec(attempt.run.path, index=index), listener.getsockname()[1])
-    if not listens:
-        listener.close()
-    attempt.coordinator.agent_disconnected(1)
-    attempt.coordinator.agent_disconnected(2)
-    attempt.tick(MOMENT_S)
-    assert attempt.newest["generation"] == generation
-    attempt.tick(5.0)
-    assert attempt.newest["generation"] == 1, "the others must not continue"
-    listener.close()
+    with listen("127.0.0.1") as listener:
+        for index in (1, 2):
+            attempt.lose_agent(index, listener.getsockname()[1] if listens else None)
+        pass_s(attempt, attempt.spec.silence_s + 1)
+        attempt.tick(MOMENT_S)
+        assert attempt.newest["generation"] == generation
+        attempt.tick(5.0)
+        assert attempt.newest["generation"] == 1, "the others must not continue"
 
 
 def test_no_newcomer_joins_once_a_worker_has_finished(tmp_path):
@@ -742,12 +776,11 @@ def test_an_evicted_coordinator_does_not_end_a_node_that_has_come_back(tmp_path)
     """It was stopped, has connected again, but has not said yet that its worker trains alone."""
     attempt = Attempt(tmp_path, nodes=2)
     with listen("127.0.0.1") as listener:
-        publish_agent(node_spec(tmp_path, nodes=2, index=1), listener.getsockname()[1])
         attempt.end(0, status=-9)
         attempt.tick(MOMENT_S)
         assert attempt.newest["members"] == [1]
-        attempt.coordinator.agent_disconnected(1)
-        attempt.tick()
+        attempt.lose_agent(1, listener.getsockname()[1])
+        pass_s(attempt, attempt.spec.silence_s + 1)
     assert attempt.outcome is None
     assert [agent for agent, _ in attempt.commands_of("end")] == [0]
 
