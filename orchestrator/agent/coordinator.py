@@ -58,6 +58,8 @@ Stalled = Literal["stopped", "asleep"]
 """A process stands still for no fault of its code: by a signal, or asleep in the kernel."""
 STALL_S = 300.0
 """After which `notify` sends a message about a run that makes no progress."""
+KILL_S = 5.0
+"""Time from SIGKILL to a process's end; one that sleeps in the kernel ends only when it wakes."""
 GRACE_S = 1.0
 """Time for the remaining workers to write failure records."""
 SAVE_S = 30.0
@@ -104,6 +106,8 @@ class WorkerState:
         left_after: it has left its window, after so many updates; `failed`: by an error of its own.
         started: its agent reported its start; `exited`: its end, which was handled.
         given_up: the cause, if it is killed because it hangs.
+        killed_at: when its agent was first told to kill it.
+        sleeps: it counts as ended, though SIGKILL has not ended it yet.
         report: its position, as it was sent last. Few are looked at, so it is read when it is.
         log_bytes: size of its log when its stack was requested.
     """
@@ -125,8 +129,14 @@ class WorkerState:
     started: bool = False
     exited: bool = False
     given_up: str = ""
+    killed_at: float | None = None
+    sleeps: bool = False
     report: Mapping[str, Any] = field(default_factory=dict[str, Any])
     log_bytes: int | None = None
+
+    @property
+    def is_gone(self) -> bool:
+        return self.state == "ended" and not self.sleeps
 
     @property
     def seen(self) -> RankPosition:
@@ -205,6 +215,7 @@ class Coordinator:
         self._memberless_since: float | None = None  # no member is known to live
         self._saver: int | None = None  # rank that saves the last boundary of a failed attempt
         self._killed = False
+        self._killed_at = 0.0
         self._given_up: dict[int, int] = {}  # a rank's latest process that was ended, since it hung
         self._excluded: set[int] = set()  # ranks that computed wrongly
         self._stands: set[int] = set()  # ranks that make no progress
@@ -221,6 +232,11 @@ class Coordinator:
 
     def _command(self, agent: int | None, command: str, **values: Any) -> None:
         self._commands.append((agent, {"command": command, **values}))
+
+    def _kill(self, rank: int) -> None:
+        worker = self.workers[rank]
+        worker.killed_at = worker.killed_at or self._clock()
+        self._command(self._spec.node_of(rank), "kill", rank=rank)
 
     def _to_worker(self, rank: int | None, **message: Any) -> None:
         agent = None if rank is None else self._spec.node_of(rank)
@@ -239,17 +255,16 @@ class Coordinator:
         known = {worker["rank"]: worker for worker in workers}
         # An agent starts its workers before it connects; a restarted one has none of the earlier.
         here = self._spec.ranks_of(index)
-        self._lose_ranks(
-            index, [r for r in here if self.workers[r].state != "ended" and r not in known]
-        )
+        self._lose_ranks(index, [r for r in here if not self.workers[r].is_gone and r not in known])
         agent.heard, agent.connected, agent.lost = self._clock(), True, False
         # Before `_keep_members`: a worker may have ended while the link was broken.
         for rank, worker in known.items():
-            incarnation = worker["events"][0]["incarnation"]
-            if self.workers[rank].exited and self.workers[rank].incarnation == incarnation:
-                continue  # what it was ended for, and its end, would count twice
+            state, incarnation = self.workers[rank], worker["events"][0]["incarnation"]
+            handled = (state.exited or state.sleeps) and state.incarnation == incarnation
             for event in worker["events"]:
-                self.handle_event(index, event)
+                # What it was ended for would count twice; its exit may still be news.
+                if not handled or event["event"] == "exit":
+                    self.handle_event(index, event)
         self._keep_members(here)
         # What was sent while the link was broken is lost, so repeat what still holds.
         if self._generation >= 0:
@@ -257,6 +272,7 @@ class Coordinator:
         if self._over:
             self._command(index, "tell", rank=None, message={"left": True})
         if self._killed:
+            self._killed_at = self._clock()
             self._command(index, "die")
 
     def _keep_members(self, ranks: Iterable[int]) -> None:
@@ -286,7 +302,7 @@ class Coordinator:
         agent = self.agents[index]
         self.changed = True
         agent.lost, agent.heard = True, None
-        ranks = [r for r in self._spec.ranks_of(index) if self.workers[r].state != "ended"]
+        ranks = [r for r in self._spec.ranks_of(index) if not self.workers[r].is_gone]
         self._lose_ranks(index, ranks, cause)
 
     def _lose_ranks(self, index: int, ranks: list[int], cause: str = AGENT_GONE) -> None:
@@ -294,8 +310,8 @@ class Coordinator:
         if not ranks:
             return
         # Out of reach is as good as ended; one that lives may come back (`_keep_members`).
-        for rank in ranks:
-            self.workers[rank].state, self.workers[rank].wants_to_join = "ended", False
+        for worker in map(self.workers.__getitem__, ranks):
+            worker.state, worker.wants_to_join, worker.sleeps = "ended", False, False
         end = AbnormalEnd(
             time=self._clock(),
             node=self._spec.name_of(index),
@@ -323,7 +339,7 @@ class Coordinator:
             self._stands.discard(worker.rank)
             self._restart_at.pop(worker.rank, None)  # it lives: its agent was only late
             if self._over and not self._is_member(worker):
-                self._command(index, "kill", rank=worker.rank)  # it came too late to join
+                self._kill(worker.rank)  # it came too late to join
         elif kind == "exit":
             # The exit of an earlier process may come late: its successor lives.
             if worker.state != "ended" and worker.incarnation == event["incarnation"]:
@@ -333,6 +349,9 @@ class Coordinator:
                 if self._saver == worker.rank and self._give_up_at is not None:
                     self._give_up_at = min(self._give_up_at, self._clock() + GRACE_S)
                 self._on_exit(index, event)
+            elif worker.sleeps and worker.incarnation == event["incarnation"]:
+                worker.sleeps, worker.exited = False, True
+                self._schedule_restart(worker.rank)
         elif kind == "stopped":
             self._check_stopped(worker, event["seconds"])
         elif kind == "standing":
@@ -416,7 +435,7 @@ class Coordinator:
         # End the workers that are lost together with these.
         rest = {other for rank in ranks for other in self._failure_unit(rank)}.difference(ranks)
         for rank in [rank for rank in rest if self.workers[rank].state == "alive"]:
-            self._command(self._spec.node_of(rank), "kill", rank=rank)
+            self._kill(rank)
             lost |= {self._member(rank)}.intersection(self._member_set)
         if lost - self._lost_members:
             self._lost_members |= lost
@@ -437,7 +456,7 @@ class Coordinator:
             self._to_worker(None, left=True)
             for worker in self.workers.values():
                 if worker.state == "alive" and not self._is_member(worker):
-                    self._command(self._spec.node_of(worker.rank), "kill", rank=worker.rank)
+                    self._kill(worker.rank)
 
     def _end_others(self) -> None:
         """Give the workers that a failed one leaves behind a moment to write what they saw."""
@@ -499,15 +518,15 @@ class Coordinator:
         """
         if worker.given_up:
             return
-        rank, index = worker.rank, self._spec.node_of(worker.rank)
+        rank = worker.rank
         before = self._given_up.get(rank)
         worker.given_up, self._given_up[rank] = cause, worker.incarnation
         if before == worker.incarnation and self._survives_losses:
-            self._command(index, "kill", rank=rank)  # the first may not have reached its agent
+            self._kill(rank)  # the first order may not have reached its agent
             return
         culprit = Culprit(
             rank=rank,
-            node=self._spec.name_of(index),
+            node=self._spec.name_of(self._spec.node_of(rank)),
             cause=cause,
             log_tail=tuple(lines),
             hangs=True,
@@ -515,7 +534,7 @@ class Coordinator:
         # What one process was ended for ends the run the second time: a third would do the same.
         again = stalled is None and before is not None
         if self._survives_losses and not again:
-            self._command(index, "kill", rank=rank)
+            self._kill(rank)
             cause = self._described(culprit).cause
             self._warn(rank, f"{cause}; it is ended, and the others go on without it")
         elif self._culprit is None and not self._ends:  # what hangs after a failure is its effect
@@ -692,6 +711,8 @@ class Coordinator:
 
     def _schedule_restart(self, rank: int) -> None:
         """Schedule a lost rank's next process; warn if none is started though it is expected."""
+        if self.workers[rank].sleeps:
+            return  # an agent starts no second process of a rank
         if not self.workers[rank].started:
             pass  # its agent was lost before it heard of it
         elif self._was_fruitless(rank):
@@ -816,7 +837,7 @@ class Coordinator:
             self._restart(now)
         for rank in [rank for rank, at in self._kill_at.items() if now >= at]:
             del self._kill_at[rank]
-            self._command(self._spec.node_of(rank), "kill", rank=rank)
+            self._kill(rank)
             self._end_others()  # a process that sleeps in the kernel may not end
         self._elect_saver(now)
         if self._give_up_at is not None and now >= self._give_up_at and not self._killed:
@@ -830,9 +851,35 @@ class Coordinator:
             )
             if awaits_agent and all(end.rank in secondary for end in self._ends):
                 return
-            self._killed = True
+            self._killed, self._killed_at = True, now
             self._command(None, "die")
+        self._leave_sleepers(now)
         self._perhaps_over()
+
+    def _leave_sleepers(self, now: float) -> None:
+        """Count processes as ended that SIGKILL does not end: asleep in the kernel, they compute
+        nothing any more, and nobody can say when they wake.
+        """
+        for worker in self.workers.values():
+            killed_at = self._killed_at if self._killed else worker.killed_at
+            index = self._spec.node_of(worker.rank)
+            if worker.state != "alive" or not self.agents[index].connected:
+                continue
+            if killed_at is None or now - killed_at < KILL_S:
+                continue
+            worker.state, worker.wants_to_join, worker.sleeps = "ended", False, True
+            self._stands.discard(worker.rank)
+            sleeps = f"SIGKILL has not ended it in {KILL_S:g} s: it sleeps in the kernel"
+            self._warn(worker.rank, sleeps)
+            end = AbnormalEnd(
+                time=now,
+                node=self._spec.name_of(index),
+                index=index,
+                rank=worker.rank,
+                status=-signal.SIGKILL,
+                why="; ".join(filter(None, [worker.given_up, sleeps])),
+            )
+            self._on_abnormal_end(end, [worker.rank])
 
     def _check_agents(self, now: float) -> None:
         """Mark agents as lost that are silent or did not connect in time."""

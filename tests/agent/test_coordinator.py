@@ -8,6 +8,7 @@ import pytest
 from orchestrator.agent.coordinator import (
     COME_S,
     GRACE_S,
+    KILL_S,
     LOSS_WAIT_S,
     MOST_FRUITLESS,
     REST_S,
@@ -288,6 +289,69 @@ def test_a_worker_that_hangs_is_lost_where_the_others_survive_it(attempt):
     assert "it is ended, and the others go on" in attempt.run.warnings(0, 1).read_text()
 
 
+ASLEEP = {"cause": "it hangs, asleep in nfs_wait", "asleep": True, "silent": True, "seen": SEEN}
+
+
+def test_a_rank_that_sleeps_in_the_kernel_is_left_behind_until_it_wakes_and_ends(tmp_path):
+    attempt = Attempt(tmp_path, replacements=4)
+    attempt.take("hangs", 1, **ASLEEP)
+    pass_s(attempt, KILL_S - 1)
+    assert attempt.newest["members"] == [0, 1, 2], "it may take a moment to end"
+    pass_s(attempt, 3)
+    assert attempt.newest["members"] == [0, 2]
+    assert "asleep in nfs_wait; SIGKILL has not ended it" in attempt.newest["why"][0]
+    pass_s(attempt, 100)
+    assert not attempt.commands_of("start"), "its agent starts no second one"
+    attempt.end(1, status=-9)
+    pass_s(attempt, 2)
+    assert [c["incarnation"] for _, c in attempt.commands_of("start")] == [1]
+    assert attempt.newest["members"] == [0, 2]
+
+
+def test_a_rank_that_sleeps_in_the_kernel_is_ended_once_though_its_agent_connects_again(tmp_path):
+    attempt = Attempt(tmp_path, replacements=4)
+    attempt.take("hangs", 1, **ASLEEP)
+    pass_s(attempt, KILL_S + 2)
+    events = [{"event": "started"}, {"event": "hangs", **ASLEEP}]
+    repeated = [{**event, "rank": 1, "incarnation": 0} for event in events]
+    attempt.commands.clear()
+    attempt.coordinator.agent_connected(1, [{"rank": 1, "events": repeated}])
+    pass_s(attempt, KILL_S + 2)
+    assert not attempt.commands_of("kill")
+    ended = {**KILLED, "incarnation": 0, "seen": SEEN, "ago_s": 0.0}
+    attempt.coordinator.agent_connected(1, [{"rank": 1, "events": [*repeated, ended]}])
+    pass_s(attempt, 2)
+    assert len(attempt.commands_of("start")) == 1
+
+
+def test_an_agent_that_is_started_again_starts_what_slept_under_the_one_before(tmp_path):
+    attempt = Attempt(tmp_path, replacements=4)
+    attempt.take("hangs", 1, **ASLEEP)
+    pass_s(attempt, KILL_S + 2)
+    attempt.lose_agent(1)
+    pass_s(attempt, 2)
+    assert attempt.coordinator.wanted_agents() == [1]
+    attempt.coordinator.agent_connected(1, [])
+    attempt.tick()
+    assert len(attempt.commands_of("start")) == 1
+
+
+@pytest.mark.parametrize("survive", [False, True])
+def test_a_run_ends_though_a_rank_sleeps_in_the_kernel(tmp_path, survive):
+    """With `survive` it is none of the members any more, and the others finish."""
+    attempt = Attempt(tmp_path, survive=survive, replacements=4 * survive)
+    if survive:
+        assert lose(attempt, 1) == [(1, 1)]
+        attempt.take("started", 1, 1)
+    else:
+        attempt.take("hangs", 1, **ASLEEP)
+        pass_s(attempt, STACK_S + 1)
+    for rank in (0, 2):
+        attempt.end(rank, *([0, "finished"] if survive else [-9]))
+    pass_s(attempt, 2 * KILL_S)
+    assert state_of(attempt) == ("finished" if survive else "failed")
+
+
 def test_waits_for_a_lost_rank_do_not_count_against_those_that_continue(attempt):
     for rank in (0, 2):
         stand(attempt, rank, "waits")
@@ -554,7 +618,7 @@ def test_a_hanging_process_is_ended_once_though_its_agent_reconnects_before_that
     assert [c["rank"] for _, c in attempt.commands_of("kill")] == [1, 1], "one may not have arrived"
     assert lose(attempt, 1) == []
     assert attempt.outcome is None
-    assert attempt.run.warnings(0, 1).read_text().count("\n") == 1
+    assert attempt.run.warnings(0, 1).read_text().count('"sentence": "it hangs; it is ended') == 1
 
 
 def test_a_process_without_an_update_counts_once_though_its_agent_reconnects(tmp_path):
