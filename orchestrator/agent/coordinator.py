@@ -198,6 +198,7 @@ class Coordinator:
         self._finished = False  # a worker has
         self._beyond_reach: tuple[float, bool] = (0.0, False)
         self._looked_for_room = 0.0
+        self._delay_told = 0.0
         self._announced_newcomers = False
         self._over = False  # a worker has ended in order, or failed: no generation follows
         self._restart_at: dict[int, float] = {}  # by rank
@@ -1023,11 +1024,18 @@ class Coordinator:
             )
 
     def _publish(self, number: int, members: list[int], **more: Any) -> None:
-        """Publish a generation; without disk space, retry at the next tick."""
+        """Publish a generation; without disk space, retry at the next tick. Those that wait for it
+        learn once a second that it is still to come.
+        """
         try:
             # Another coordinator's, if that one was faster: the first record of a number counts.
             generation = self._record.publish(number, members, **more, time=time.time())
-        except OSError:
+        except OSError as error:
+            if not self._delay_told:
+                log.warning("generation %d is recorded later: %s", number, error)
+            if self._clock() - self._delay_told >= BEAT_S:
+                self._delay_told = self._clock()
+                self._to_worker(None, delayed=True)
             return
         self._accept(generation)
 
@@ -1038,7 +1046,7 @@ class Coordinator:
         self._member_set = set(self._members)
         self._lost_members &= self._member_set
         self._noticed = self._clock() if self._lost_members else 0.0
-        self._announced_newcomers, self._looked_for_room = False, 0.0
+        self._announced_newcomers, self._looked_for_room, self._delay_told = False, 0.0, 0.0
         self._restart_waits()
         for worker in self.workers.values():
             worker.wants_to_join = (

@@ -564,6 +564,21 @@ def test_no_more_processes_are_started_than_were_asked_for(tmp_path):
         assert "run.max_replacements=1 were started" in attempt.run.warnings(0, index).read_text()
 
 
+def test_those_that_wait_for_a_generation_learn_that_a_full_disk_delays_it(attempt, monkeypatch):
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr("orchestrator.rundir.generations.create_once", refuse)
+        attempt.end(1, status=-9)
+        for _ in range(20):
+            attempt.tick(0.5)
+    delays = [c["message"] for _, c in attempt.commands_of("tell")].count({"delayed": True})
+    assert delays == 10, "once a second"
+    attempt.tick()
+    assert attempt.newest["members"] == [0, 2]
+
+
 REFUSALS = [OSError(28, "No space left on device"), RunFolderError("the file is a link")]
 
 

@@ -1,12 +1,16 @@
 """A worker's part in the next generations, by the messages that it gets, without other ranks."""
 
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from orchestrator.engine.api import GroupSpec
-from orchestrator.errors import Evicted
+from orchestrator.engine.common import waiting
+from orchestrator.errors import Evicted, PeerLost
 from orchestrator.rundir.generations import GenerationRecord, message_of
+from orchestrator.trainer import survival
 from orchestrator.trainer.survival import POLL_S, GroupMembership
 
 
@@ -72,3 +76,43 @@ def test_a_replacement_that_is_not_let_in_yet_is_not_stuck_in_the_others_losses(
     with pytest.raises(Evicted, match="is to stop"):
         rank.membership.join(object(), rank.progress, looked)
     assert rank.events == ["joins"]
+
+
+LOST = PeerLost("a peer is lost")
+
+
+@pytest.mark.whole_runs
+def test_survivors_wait_for_a_generation_that_a_full_disk_delays(tmp_path, monkeypatch):
+    monkeypatch.setattr(survival, "MARGIN_S", 1.0)
+    rank = Rank(tmp_path, 0)
+
+    def coordinate():
+        until = time.monotonic() + 2 * survival.MARGIN_S
+        while time.monotonic() < until:
+            rank.link.on_message({"delayed": True})
+            time.sleep(POLL_S / 2)
+        rank.hear(1, [0, 2])
+
+    coordinator = threading.Thread(target=coordinate)
+    coordinator.start()
+    with pytest.warns(UserWarning, match="rank 1 went away"):
+        rank.membership.continue_training(LOST, rank.progress)
+    coordinator.join()
+    assert rank.membership.size == 2
+
+
+def test_survivors_to_which_no_generation_comes_fail_with_what_they_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(survival, "MARGIN_S", 0.0)
+    rank = Rank(tmp_path, 0)
+    rank.link.on_message({"delayed": True})
+    with pytest.raises(PeerLost, match="a peer is lost"):
+        rank.membership.continue_training(LOST, rank.progress)
+
+
+def test_ranks_that_send_each_other_their_state_do_not_wait_for_one_another(tmp_path):
+    rank, standings = Rank(tmp_path, 0), []
+    rank.engine.during = lambda: standings.append((waiting.waits(), waiting.declared_activity()))
+    rank.hear(1, [0, 2])
+    with pytest.warns(UserWarning, match="rank 1 went away"):
+        rank.membership.continue_training(LOST, rank.progress)
+    assert standings == [(False, "it brings the next group to one state")]
