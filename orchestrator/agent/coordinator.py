@@ -218,6 +218,7 @@ class Coordinator:
         self._killed = False
         self._killed_at = 0.0
         self._given_up: dict[int, int] = {}  # a rank's latest process that was ended, since it hung
+        self._hung: set[int] = set()  # ranks of which a member's own code has hung
         self._excluded: set[int] = set()  # ranks that computed wrongly
         self._stands: set[int] = set()  # ranks that make no progress
         self._standstill_reported = self._standstill_known = self._stall_written = False
@@ -267,9 +268,12 @@ class Coordinator:
                 if not handled or event["event"] == "exit":
                     self.handle_event(index, event)
         self._keep_members(here)
-        # What was sent while the link was broken is lost, so repeat what still holds.
+        # What was sent while the link was broken is lost, so repeat what still holds. An earlier
+        # coordinator may have announced a standstill that has ended since.
         if self._generation >= 0:
             self._command(index, "tell", rank=None, message=self._message)
+        self._command(index, "tell", rank=None, message={"standstill_s": None})
+        self._standstill_known = self._announced_newcomers = False
         if self._over:
             self._command(index, "tell", rank=None, message={"left": True})
         if self._killed:
@@ -364,7 +368,8 @@ class Coordinator:
             stalled = "asleep" if event["asleep"] else None
             self._give_up(worker, event["cause"], lines, stalled=stalled)
         elif kind == "stuck":
-            self._give_up(worker, event["cause"], worker.seen.stack_lines())
+            # What it is stuck in was broken off for another's loss.
+            self._give_up(worker, event["cause"], worker.seen.stack_lines(), own=False)
         elif kind == "begins":
             worker.code = event["code"]
         elif kind == "trains":
@@ -435,7 +440,7 @@ class Coordinator:
             self._losses.append((end, members))
         # End the workers that are lost together with these.
         rest = {other for rank in ranks for other in self._failure_unit(rank)}.difference(ranks)
-        for rank in [rank for rank in rest if self.workers[rank].state == "alive"]:
+        for rank in [rank for rank in rest if self.workers[rank].state != "ended"]:
             self._kill(rank)
             lost |= {self._member(rank)}.intersection(self._member_set)
         if lost - self._lost_members:
@@ -511,11 +516,13 @@ class Coordinator:
         lines: Iterable[str] = (),
         *,
         stalled: Stalled | None = None,
+        own: bool = True,
     ) -> None:
         """End a worker that hangs: the others continue without it, or the attempt fails.
 
         Args:
             lines: of its stack or log.
+            own: its own code hangs, unless it is `stalled`.
         """
         if worker.given_up:
             return
@@ -532,8 +539,12 @@ class Coordinator:
             log_tail=tuple(lines),
             hangs=True,
         )
-        # What one process was ended for ends the run the second time: a third would do the same.
-        again = stalled is None and before is not None
+        # Code that hangs in a rank's members twice ends the run: it would in a third, too. One that
+        # has not joined keeps no other from training.
+        counts = own and stalled is None and self._is_member(worker)
+        again = counts and rank in self._hung
+        if counts:
+            self._hung.add(rank)
         if self._survives_losses and not again:
             self._kill(rank)
             cause = self._described(culprit).cause
@@ -572,7 +583,12 @@ class Coordinator:
 
     def _check_standstill(self, now: float) -> None:
         """Warn of a run in which no rank makes progress; end one in which none ever can."""
-        alive = [worker for worker in self.workers.values() if worker.state == "alive"]
+        # No member waits for a replacement, nor is its wait to be let in one for a collective.
+        alive = [
+            worker
+            for worker in self.workers.values()
+            if worker.state == "alive" and self._is_member(worker)
+        ]
         standing = [worker for worker in alive if worker.rank in self._stands]
         waiting = [worker for worker in standing if worker.standing is Standing.WAITS]
         idle = [
@@ -684,8 +700,10 @@ class Coordinator:
         if everyone:
             describe = describe_idle_programs if first.program else describe_waits
             text = describe({worker.rank: worker.seen for worker in stands}, seconds)
-        write_json(self._run.stall(self._spec.attempt), {"time": time.time(), "text": text})
-        self._stall_written = True
+        # On a full disk at a later look: that must keep no standstill from its end.
+        with contextlib.suppress(OSError):
+            write_json(self._run.stall(self._spec.attempt), {"time": time.time(), "text": text})
+            self._stall_written = True
 
     def _described(self, culprit: Culprit) -> Culprit:
         """Add where a hanging culprit is, and what the others wait for."""

@@ -229,6 +229,26 @@ def test_a_rank_that_computes_while_others_wait_is_ended_only_if_a_key_says_so(t
         assert "waited in vain (cluster.collective_timeout_s=30): it was still at a pl" in cause
 
 
+def test_no_member_is_ended_for_a_replacement_that_waits_to_be_let_in(tmp_path):
+    attempt = Attempt(tmp_path, nodes=2, replacements=4, collective_s=30.0)
+    lose(attempt, 1)
+    ask_to_join(attempt, 1, 1)
+    stand(attempt, 1, "waits")
+    stand(attempt, 0, "busy")
+    pass_s(attempt, 200)
+    assert not attempt.commands_of("kill")
+
+
+def test_members_that_wait_for_one_another_are_ended_though_a_replacement_computes(tmp_path):
+    attempt = Attempt(tmp_path, replacements=4, collective_s=30.0)
+    lose(attempt, 1)
+    attempt.take("started", 1, 1)
+    for rank, standing in ((0, "waits"), (1, "busy"), (2, "waits")):
+        stand(attempt, rank, standing)
+    pass_s(attempt, 100)
+    assert attempt.commands_of("die")
+
+
 def test_workers_learn_when_all_of_them_wait_and_when_that_ends(attempt):
     for rank in range(3):
         stand(attempt, rank, "waits")
@@ -239,6 +259,19 @@ def test_workers_learn_when_all_of_them_wait_and_when_that_ends(attempt):
     stand(attempt, 1, "moves", 0.0)
     attempt.tick(1.0)
     assert [c["message"] for _, c in attempt.commands_of("tell")] == [{"standstill_s": None}]
+
+
+def test_workers_learn_from_a_new_coordinator_that_a_standstill_has_ended(tmp_path):
+    first = Attempt(tmp_path)
+    for rank in range(3):
+        stand(first, rank, "waits")
+    first.tick(1.0)
+    second = Attempt(tmp_path, gone=[0], begin=False, index=1)
+    second.join(1)
+    second.join(2)
+    second.tick()
+    told = [agent for agent, c in second.commands_of("tell") if "standstill_s" in c["message"]]
+    assert told == [1, 2]
 
 
 def test_a_long_stall_is_written_down_once_for_notify(tmp_path):
@@ -258,17 +291,66 @@ def test_a_long_stall_is_written_down_once_for_notify(tmp_path):
     assert attempt.run.stall(0).read_text() != first, "another stall is another message"
 
 
+def hang(attempt, kind, incarnation=0):
+    """Have the second rank hang in its code, asleep, stopped, or in another rank's loss."""
+    if kind == "stopped":
+        attempt.take("stopped", 1, incarnation, seconds=100.0, seen=SEEN)
+    elif kind == "stuck":
+        attempt.take("stuck", 1, incarnation, cause="it did not come back")
+    else:
+        asleep = {"asleep": kind == "asleep", "silent": False}
+        attempt.take("hangs", 1, incarnation, cause="it hangs: at a lock", **asleep, seen=SEEN)
+
+
+def let_in(attempt, rank, incarnation):
+    ask_to_join(attempt, rank, incarnation)
+    number = attempt.newest["generation"]
+    for member in attempt.newest["members"]:
+        attempt.take("ready", member % attempt.spec.ranks, generation=number, updates=7)
+    attempt.tick()
+    assert rank + attempt.spec.ranks * incarnation in attempt.newest["members"]
+
+
 def test_a_rank_that_hangs_again_is_not_ended_for_it_again(tmp_path):
     attempt = Attempt(tmp_path, replacements=3)
-    attempt.take("hangs", 1, cause="it hangs: at a lock", **AWAKE, seen=SEEN)
+    hang(attempt, "code")
     assert lose(attempt, 1) == [(1, 1)]
-    attempt.take("started", 1, 1)
-    attempt.take("hangs", 1, 1, cause="it hangs: at a lock", **AWAKE, seen=SEEN)
+    let_in(attempt, 1, 1)
+    hang(attempt, "code", 1)
     attempt.tick(GRACE_S)
     attempt.tick(2 * GRACE_S)
     assert attempt.commands_of("die")
     attempt.end(1, -9, incarnation=1)
     assert "it hangs: at a lock" in culprit_of(attempt, 0, 2)["cause"]
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [("stopped", "code"), ("asleep", "code"), ("stuck", "stuck"), ("stuck", "code")],
+)
+def test_what_was_no_fault_of_a_ranks_code_does_not_count_when_it_hangs(tmp_path, first, then):
+    attempt = Attempt(tmp_path, replacements=3)
+    hang(attempt, first)
+    assert lose(attempt, 1) == [(1, 1)]
+    let_in(attempt, 1, 1)
+    hang(attempt, then, 1)
+    pass_s(attempt, 5 * GRACE_S)
+    assert not attempt.commands_of("die")
+    assert [c["rank"] for _, c in attempt.commands_of("kill")] == [1, 1]
+
+
+def test_replacements_that_hang_before_they_join_end_no_run(tmp_path):
+    attempt = Attempt(tmp_path, replacements=16)
+    lose(attempt, 1)
+    for incarnation in range(1, 1 + MOST_FRUITLESS):
+        attempt.take("started", 1, incarnation)
+        hang(attempt, "code", incarnation)
+        attempt.tick()
+        assert [c["rank"] for _, c in attempt.commands_of("kill")] == [1]
+        started = lose(attempt, 1, incarnation)
+    assert not started, "no other one follows"
+    pass_s(attempt, 5 * GRACE_S)
+    assert not attempt.commands_of("die")
 
 
 def test_a_worker_that_hangs_is_lost_where_the_others_survive_it(attempt):
@@ -523,6 +605,38 @@ def test_a_killed_worker_is_started_again_and_let_in_at_a_boundary(tmp_path):
     assert attempt.newest["updates"] == 7
 
 
+def test_newcomers_are_announced_again_to_a_leader_whose_link_was_broken(tmp_path):
+    attempt = Attempt(tmp_path, replacements=2)
+    assert lose(attempt, 0) == [(0, 1)]
+    ask_to_join(attempt, 0, 1)
+    attempt.tick(2.0)
+    attempt.commands.clear()
+    reconnect(attempt, 0)
+    told = [
+        (agent, c["rank"])
+        for agent, c in attempt.commands_of("tell")
+        if "newcomers" in c["message"]
+    ]
+    assert told == [(1, 1)]
+
+
+def test_a_node_is_killed_as_a_whole_though_some_of_its_ranks_only_start(tmp_path):
+    attempt = Attempt(tmp_path, nodes=2, ranks_per_node=2, whole_nodes=True, replacements=16)
+    for rank in (2, 3):
+        attempt.end(rank, -9)
+    attempt.tick(MOMENT_S)
+    attempt.tick(REST_S)
+    attempt.commands.clear()
+    attempt.end(2, -9, incarnation=1)  # before the other one is said to be started
+    attempt.take("started", 3, 1)
+    attempt.tick()
+    assert [c["rank"] for _, c in attempt.commands_of("kill")] == [3]
+    attempt.end(3, -9, incarnation=1)
+    attempt.tick(REST_S)
+    started = [(c["rank"], c["incarnation"]) for _, c in attempt.commands_of("start")]
+    assert started == [(2, 2), (3, 2)], "they join together"
+
+
 def test_members_that_wait_for_a_newcomer_that_dies_continue_without_it(tmp_path):
     attempt = Attempt(tmp_path, replacements=1)
     lose(attempt, 1)
@@ -672,10 +786,22 @@ def test_a_standstill_is_written_down_for_notify_though_the_disk_was_full(tmp_pa
 
     monkeypatch.setattr("orchestrator.agent.coordinator.write_json", full_once)
     stand(attempt, 1, "declared")
-    with pytest.raises(OSError, match="No space"):
-        attempt.tick(400.0)
+    attempt.tick(400.0)
+    assert not attempt.run.stall(0).exists()
     attempt.tick(1.0)
     assert attempt.run.stall(0).exists()
+
+
+def test_a_standstill_ends_a_run_though_the_disk_is_full(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    attempt = Attempt(tmp_path, survive=False)
+    monkeypatch.setattr("orchestrator.agent.coordinator.write_json", refuse)
+    for rank in range(3):
+        stand(attempt, rank, "waits")
+    pass_s(attempt, HANG_S + 5)
+    assert attempt.commands_of("die")
 
 
 def test_a_folder_that_cannot_be_read_keeps_no_event_from_its_effect(tmp_path, monkeypatch):
