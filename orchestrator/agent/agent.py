@@ -260,9 +260,7 @@ class Agent:
 
     def _beat(self) -> None:
         now = self._clock()
-        self._workers.judge()
-        if self._coordinator is not None and self._control is None:
-            self._notifier.send()
+        # Heartbeats come first: what follows reads files, and may fail.
         line = line_of({})
         for link in self._links():
             if link.peer_index is not None:
@@ -272,6 +270,9 @@ class Agent:
         silence_s = max(self._silence_s, LEAST_SILENCE_S)
         if self._coordinator_link is not None and now - self._coordinator_link.heard > silence_s:
             self._leave_coordinator(lost=True)
+        self._workers.judge()
+        if self._coordinator is not None and self._control is None:
+            self._notifier.send()
         if self._on_beat(self._coordinator.wanted_agents() if self._coordinator else ()):
             log.info("a newer attempt has begun, or the job has ended; this attempt ends")
             self._over = True

@@ -58,6 +58,8 @@ Stalled = Literal["stopped", "asleep"]
 """A process stands still for no fault of its code: by a signal, or asleep in the kernel."""
 STALL_S = 300.0
 """After which `notify` sends a message about a run that makes no progress."""
+KILL_S = 5.0
+"""Time from SIGKILL to a process's end; one that sleeps in the kernel ends only when it wakes."""
 GRACE_S = 1.0
 """Time for the remaining workers to write failure records."""
 SAVE_S = 30.0
@@ -104,6 +106,8 @@ class WorkerState:
         left_after: it has left its window, after so many updates; `failed`: by an error of its own.
         started: its agent reported its start; `exited`: its end, which was handled.
         given_up: the cause, if it is killed because it hangs.
+        killed_at: when its agent was first told to kill it.
+        sleeps: it counts as ended, though SIGKILL has not ended it yet.
         report: its position, as it was sent last. Few are looked at, so it is read when it is.
         log_bytes: size of its log when its stack was requested.
     """
@@ -125,8 +129,14 @@ class WorkerState:
     started: bool = False
     exited: bool = False
     given_up: str = ""
+    killed_at: float | None = None
+    sleeps: bool = False
     report: Mapping[str, Any] = field(default_factory=dict[str, Any])
     log_bytes: int | None = None
+
+    @property
+    def is_gone(self) -> bool:
+        return self.state == "ended" and not self.sleeps
 
     @property
     def seen(self) -> RankPosition:
@@ -139,12 +149,14 @@ class AgentState:
 
     Attributes:
         heard: monotonic time; None before it connected.
+        connected: its link is there; one that lives connects again.
         peer: its address, once it was read.
         port: state of its port at the latest probe, `probed`.
     """
 
     index: int
     heard: float | None = None
+    connected: bool = False
     lost: bool = False
     peer: Peer | None = None
     port: Port | None = None
@@ -186,6 +198,7 @@ class Coordinator:
         self._finished = False  # a worker has
         self._beyond_reach: tuple[float, bool] = (0.0, False)
         self._looked_for_room = 0.0
+        self._delay_told = 0.0
         self._announced_newcomers = False
         self._over = False  # a worker has ended in order, or failed: no generation follows
         self._restart_at: dict[int, float] = {}  # by rank
@@ -203,7 +216,9 @@ class Coordinator:
         self._memberless_since: float | None = None  # no member is known to live
         self._saver: int | None = None  # rank that saves the last boundary of a failed attempt
         self._killed = False
+        self._killed_at = 0.0
         self._given_up: dict[int, int] = {}  # a rank's latest process that was ended, since it hung
+        self._hung: set[int] = set()  # ranks of which a member's own code has hung
         self._excluded: set[int] = set()  # ranks that computed wrongly
         self._stands: set[int] = set()  # ranks that make no progress
         self._standstill_reported = self._standstill_known = self._stall_written = False
@@ -219,6 +234,11 @@ class Coordinator:
 
     def _command(self, agent: int | None, command: str, **values: Any) -> None:
         self._commands.append((agent, {"command": command, **values}))
+
+    def _kill(self, rank: int) -> None:
+        worker = self.workers[rank]
+        worker.killed_at = worker.killed_at or self._clock()
+        self._command(self._spec.node_of(rank), "kill", rank=rank)
 
     def _to_worker(self, rank: int | None, **message: Any) -> None:
         agent = None if rank is None else self._spec.node_of(rank)
@@ -237,24 +257,27 @@ class Coordinator:
         known = {worker["rank"]: worker for worker in workers}
         # An agent starts its workers before it connects; a restarted one has none of the earlier.
         here = self._spec.ranks_of(index)
-        self._lose_ranks(
-            index, [r for r in here if self.workers[r].state != "ended" and r not in known]
-        )
-        agent.heard, agent.lost = self._clock(), False
+        self._lose_ranks(index, [r for r in here if not self.workers[r].is_gone and r not in known])
+        agent.heard, agent.connected, agent.lost = self._clock(), True, False
         # Before `_keep_members`: a worker may have ended while the link was broken.
         for rank, worker in known.items():
-            incarnation = worker["events"][0]["incarnation"]
-            if self.workers[rank].exited and self.workers[rank].incarnation == incarnation:
-                continue  # what it was ended for, and its end, would count twice
+            state, incarnation = self.workers[rank], worker["events"][0]["incarnation"]
+            handled = (state.exited or state.sleeps) and state.incarnation == incarnation
             for event in worker["events"]:
-                self.handle_event(index, event)
+                # What it was ended for would count twice; its exit may still be news.
+                if not handled or event["event"] == "exit":
+                    self.handle_event(index, event)
         self._keep_members(here)
-        # What was sent while the link was broken is lost, so repeat what still holds.
+        # What was sent while the link was broken is lost, so repeat what still holds. An earlier
+        # coordinator may have announced a standstill that has ended since.
         if self._generation >= 0:
             self._command(index, "tell", rank=None, message=self._message)
+        self._command(index, "tell", rank=None, message={"standstill_s": None})
+        self._standstill_known = self._announced_newcomers = False
         if self._over:
             self._command(index, "tell", rank=None, message={"left": True})
         if self._killed:
+            self._killed_at = self._clock()
             self._command(index, "die")
 
     def _keep_members(self, ranks: Iterable[int]) -> None:
@@ -274,15 +297,17 @@ class Coordinator:
         self.agents[index].heard = self._clock()
 
     def agent_disconnected(self, index: int) -> None:
-        """Handle an agent whose link is closed: it ended, or follows another coordinator."""
-        if not self.agents[index].lost:
-            self._lose_agent(index)
+        """Handle an agent whose link is closed: it ended, connects again, or follows another
+        coordinator. `_check_agents` finds out.
+        """
+        self.changed = True
+        self.agents[index].connected = False
 
     def _lose_agent(self, index: int, cause: str = AGENT_GONE) -> None:
         agent = self.agents[index]
         self.changed = True
         agent.lost, agent.heard = True, None
-        ranks = [r for r in self._spec.ranks_of(index) if self.workers[r].state != "ended"]
+        ranks = [r for r in self._spec.ranks_of(index) if not self.workers[r].is_gone]
         self._lose_ranks(index, ranks, cause)
 
     def _lose_ranks(self, index: int, ranks: list[int], cause: str = AGENT_GONE) -> None:
@@ -290,8 +315,8 @@ class Coordinator:
         if not ranks:
             return
         # Out of reach is as good as ended; one that lives may come back (`_keep_members`).
-        for rank in ranks:
-            self.workers[rank].state, self.workers[rank].wants_to_join = "ended", False
+        for worker in map(self.workers.__getitem__, ranks):
+            worker.state, worker.wants_to_join, worker.sleeps = "ended", False, False
         end = AbnormalEnd(
             time=self._clock(),
             node=self._spec.name_of(index),
@@ -319,7 +344,7 @@ class Coordinator:
             self._stands.discard(worker.rank)
             self._restart_at.pop(worker.rank, None)  # it lives: its agent was only late
             if self._over and not self._is_member(worker):
-                self._command(index, "kill", rank=worker.rank)  # it came too late to join
+                self._kill(worker.rank)  # it came too late to join
         elif kind == "exit":
             # The exit of an earlier process may come late: its successor lives.
             if worker.state != "ended" and worker.incarnation == event["incarnation"]:
@@ -329,6 +354,9 @@ class Coordinator:
                 if self._saver == worker.rank and self._give_up_at is not None:
                     self._give_up_at = min(self._give_up_at, self._clock() + GRACE_S)
                 self._on_exit(index, event)
+            elif worker.sleeps and worker.incarnation == event["incarnation"]:
+                worker.sleeps, worker.exited = False, True
+                self._schedule_restart(worker.rank)
         elif kind == "stopped":
             self._check_stopped(worker, event["seconds"])
         elif kind == "standing":
@@ -340,7 +368,8 @@ class Coordinator:
             stalled = "asleep" if event["asleep"] else None
             self._give_up(worker, event["cause"], lines, stalled=stalled)
         elif kind == "stuck":
-            self._give_up(worker, event["cause"], worker.seen.stack_lines())
+            # What it is stuck in was broken off for another's loss.
+            self._give_up(worker, event["cause"], worker.seen.stack_lines(), own=False)
         elif kind == "begins":
             worker.code = event["code"]
         elif kind == "trains":
@@ -411,8 +440,8 @@ class Coordinator:
             self._losses.append((end, members))
         # End the workers that are lost together with these.
         rest = {other for rank in ranks for other in self._failure_unit(rank)}.difference(ranks)
-        for rank in [rank for rank in rest if self.workers[rank].state == "alive"]:
-            self._command(self._spec.node_of(rank), "kill", rank=rank)
+        for rank in [rank for rank in rest if self.workers[rank].state != "ended"]:
+            self._kill(rank)
             lost |= {self._member(rank)}.intersection(self._member_set)
         if lost - self._lost_members:
             self._lost_members |= lost
@@ -433,7 +462,7 @@ class Coordinator:
             self._to_worker(None, left=True)
             for worker in self.workers.values():
                 if worker.state == "alive" and not self._is_member(worker):
-                    self._command(self._spec.node_of(worker.rank), "kill", rank=worker.rank)
+                    self._kill(worker.rank)
 
     def _end_others(self) -> None:
         """Give the workers that a failed one leaves behind a moment to write what they saw."""
@@ -487,31 +516,37 @@ class Coordinator:
         lines: Iterable[str] = (),
         *,
         stalled: Stalled | None = None,
+        own: bool = True,
     ) -> None:
         """End a worker that hangs: the others continue without it, or the attempt fails.
 
         Args:
             lines: of its stack or log.
+            own: its own code hangs, unless it is `stalled`.
         """
         if worker.given_up:
             return
-        rank, index = worker.rank, self._spec.node_of(worker.rank)
+        rank = worker.rank
         before = self._given_up.get(rank)
         worker.given_up, self._given_up[rank] = cause, worker.incarnation
         if before == worker.incarnation and self._survives_losses:
-            self._command(index, "kill", rank=rank)  # the first may not have reached its agent
+            self._kill(rank)  # the first order may not have reached its agent
             return
         culprit = Culprit(
             rank=rank,
-            node=self._spec.name_of(index),
+            node=self._spec.name_of(self._spec.node_of(rank)),
             cause=cause,
             log_tail=tuple(lines),
             hangs=True,
         )
-        # What one process was ended for ends the run the second time: a third would do the same.
-        again = stalled is None and before is not None
+        # Code that hangs in a rank's members twice ends the run: it would in a third, too. One that
+        # has not joined keeps no other from training.
+        counts = own and stalled is None and self._is_member(worker)
+        again = counts and rank in self._hung
+        if counts:
+            self._hung.add(rank)
         if self._survives_losses and not again:
-            self._command(index, "kill", rank=rank)
+            self._kill(rank)
             cause = self._described(culprit).cause
             self._warn(rank, f"{cause}; it is ended, and the others go on without it")
         elif self._culprit is None and not self._ends:  # what hangs after a failure is its effect
@@ -548,7 +583,12 @@ class Coordinator:
 
     def _check_standstill(self, now: float) -> None:
         """Warn of a run in which no rank makes progress; end one in which none ever can."""
-        alive = [worker for worker in self.workers.values() if worker.state == "alive"]
+        # No member waits for a replacement, nor is its wait to be let in one for a collective.
+        alive = [
+            worker
+            for worker in self.workers.values()
+            if worker.state == "alive" and self._is_member(worker)
+        ]
         standing = [worker for worker in alive if worker.rank in self._stands]
         waiting = [worker for worker in standing if worker.standing is Standing.WAITS]
         idle = [
@@ -660,8 +700,10 @@ class Coordinator:
         if everyone:
             describe = describe_idle_programs if first.program else describe_waits
             text = describe({worker.rank: worker.seen for worker in stands}, seconds)
-        write_json(self._run.stall(self._spec.attempt), {"time": time.time(), "text": text})
-        self._stall_written = True
+        # On a full disk at a later look: that must keep no standstill from its end.
+        with contextlib.suppress(OSError):
+            write_json(self._run.stall(self._spec.attempt), {"time": time.time(), "text": text})
+            self._stall_written = True
 
     def _described(self, culprit: Culprit) -> Culprit:
         """Add where a hanging culprit is, and what the others wait for."""
@@ -688,6 +730,8 @@ class Coordinator:
 
     def _schedule_restart(self, rank: int) -> None:
         """Schedule a lost rank's next process; warn if none is started though it is expected."""
+        if self.workers[rank].sleeps:
+            return  # an agent starts no second process of a rank
         if not self.workers[rank].started:
             pass  # its agent was lost before it heard of it
         elif self._was_fruitless(rank):
@@ -730,7 +774,7 @@ class Coordinator:
         due = {rank for rank, at in self._restart_at.items() if now >= at}
         for unit in dict.fromkeys(self._failure_unit(rank) for rank in sorted(due)):
             agent = self.agents[self._spec.node_of(unit[0])]
-            if not due.issuperset(unit) or agent.heard is None or agent.lost:
+            if not due.issuperset(unit) or agent.lost or not agent.connected:
                 continue
             incarnation = 1 + max(self.workers[rank].incarnation for rank in unit)
             for rank in unit:
@@ -812,7 +856,7 @@ class Coordinator:
             self._restart(now)
         for rank in [rank for rank, at in self._kill_at.items() if now >= at]:
             del self._kill_at[rank]
-            self._command(self._spec.node_of(rank), "kill", rank=rank)
+            self._kill(rank)
             self._end_others()  # a process that sleeps in the kernel may not end
         self._elect_saver(now)
         if self._give_up_at is not None and now >= self._give_up_at and not self._killed:
@@ -826,13 +870,50 @@ class Coordinator:
             )
             if awaits_agent and all(end.rank in secondary for end in self._ends):
                 return
-            self._killed = True
+            self._killed, self._killed_at = True, now
             self._command(None, "die")
+        self._leave_sleepers(now)
         self._perhaps_over()
+
+    def _leave_sleepers(self, now: float) -> None:
+        """Count processes as ended that SIGKILL does not end: asleep in the kernel, they compute
+        nothing any more, and nobody can say when they wake.
+        """
+        for worker in self.workers.values():
+            killed_at = self._killed_at if self._killed else worker.killed_at
+            index = self._spec.node_of(worker.rank)
+            if worker.state != "alive" or not self.agents[index].connected:
+                continue
+            if killed_at is None or now - killed_at < KILL_S:
+                continue
+            worker.state, worker.wants_to_join, worker.sleeps = "ended", False, True
+            self._stands.discard(worker.rank)
+            sleeps = f"SIGKILL has not ended it in {KILL_S:g} s: it sleeps in the kernel"
+            self._warn(worker.rank, sleeps)
+            end = AbnormalEnd(
+                time=now,
+                node=self._spec.name_of(index),
+                index=index,
+                rank=worker.rank,
+                status=-signal.SIGKILL,
+                why="; ".join(filter(None, [worker.given_up, sleeps])),
+            )
+            self._on_abnormal_end(end, [worker.rank])
 
     def _check_agents(self, now: float) -> None:
         """Mark agents as lost that are silent or did not connect in time."""
         limit_s = max(self._silence_s, LEAST_SILENCE_S)
+        # Links may break while their agents live, and these connect again. Only one behind a closed
+        # port has ended; silence decides on the others.
+        broken = [
+            agent
+            for agent in self.agents.values()
+            if agent.heard is not None and not agent.connected and now - agent.probed >= PROBE_S
+        ][:MOST_PROBES]
+        for agent in broken:
+            agent.probed = now
+        for index in self._closed_ports(agent.index for agent in broken):
+            self._lose_agent(index)
         awaited = [a for a in self.agents.values() if not a.lost and a.heard is None]
         for agent in self.agents.values():
             silent = agent.heard is not None and now - agent.heard > limit_s
@@ -961,11 +1042,18 @@ class Coordinator:
             )
 
     def _publish(self, number: int, members: list[int], **more: Any) -> None:
-        """Publish a generation; without disk space, retry at the next tick."""
+        """Publish a generation; without disk space, retry at the next tick. Those that wait for it
+        learn once a second that it is still to come.
+        """
         try:
             # Another coordinator's, if that one was faster: the first record of a number counts.
             generation = self._record.publish(number, members, **more, time=time.time())
-        except OSError:
+        except OSError as error:
+            if not self._delay_told:
+                log.warning("generation %d is recorded later: %s", number, error)
+            if self._clock() - self._delay_told >= BEAT_S:
+                self._delay_told = self._clock()
+                self._to_worker(None, delayed=True)
             return
         self._accept(generation)
 
@@ -976,7 +1064,7 @@ class Coordinator:
         self._member_set = set(self._members)
         self._lost_members &= self._member_set
         self._noticed = self._clock() if self._lost_members else 0.0
-        self._announced_newcomers, self._looked_for_room = False, 0.0
+        self._announced_newcomers, self._looked_for_room, self._delay_told = False, 0.0, 0.0
         self._restart_waits()
         for worker in self.workers.values():
             worker.wants_to_join = (

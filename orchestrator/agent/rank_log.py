@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from orchestrator.errors import RunFolderError
 from orchestrator.rundir.files import APPENDING, open_nofollow, read_end
 
 
@@ -75,9 +76,12 @@ def _lines(descriptor: int) -> io.TextIOWrapper:
 
 def append_line(path: Path, line: str = "") -> int:
     """Append a line to a rank's log from its agent, after the end of the last line; "" only ends
-    that. Return how many bytes were written: 0 on a full disk.
+    that. Return how many bytes were written: 0 on a full disk, or without a folder for the log.
     """
-    descriptor = open_nofollow(path, APPENDING)
+    try:
+        descriptor = open_nofollow(path, APPENDING)
+    except (OSError, RunFolderError):
+        return 0
     try:
         broken = read_end(path, 1) not in (b"", b"\n")
         return os.write(descriptor, ("\n" * broken + (f"{line}\n" if line else "")).encode())

@@ -140,7 +140,7 @@ class ProcessStacks:
         """Return whether it is done. Call it again some time later if it is not."""
         if self._asked is not None:
             pid, before, asked_at = self._asked
-            written = self._log.stat().st_size - before
+            written = max(0, _size_of(self._log) - before)
             if not written and time.monotonic() - asked_at < ONE_ANSWER_S:
                 return False
             self._asked = None
@@ -150,7 +150,7 @@ class ProcessStacks:
                 self._answers += 1
         while self._left and self._answers < MOST_PROCESSES and time.monotonic() < self._until:
             pid = self._left.popleft()
-            size = self._log.stat().st_size
+            size = _size_of(self._log)
             try:
                 os.kill(pid, STACK_SIGNAL)
             except ProcessLookupError:
@@ -158,6 +158,13 @@ class ProcessStacks:
             self._asked = pid, size, time.monotonic()
             return False
         return True
+
+
+def _size_of(log: Path) -> int:
+    try:
+        return log.stat().st_size
+    except OSError:  # somebody removed it
+        return 0
 
 
 class ProgramStacks:

@@ -44,7 +44,7 @@ from orchestrator.trainer.best import BestCheckpoint
 from orchestrator.trainer.evaluation import HeldOutEvaluation, joined_figures
 from orchestrator.trainer.setup import Training, set_up
 from orchestrator.trainer.stop import Follower, LeaveInTime, StopFlag, restart_note
-from orchestrator.trainer.worker import WorkerProcess, run_in_worker
+from orchestrator.trainer.worker import WorkerProcess, run_in_worker, write_patiently
 
 
 def main(run: Path, attempt: int) -> int:
@@ -75,7 +75,7 @@ def _train(worker: WorkerProcess) -> int:
                 result = training.result(facts, seconds)
                 if not finished and (why := worker.why_for_good()):
                     result["why"] = why
-                write_json(worker.run.result, result)
+                write_patiently(lambda: write_json(worker.run.result, result))
         # Groups that watch their peers learn that what follows is an end, not a loss.
         training.group.close()
         return EXIT_FINISHED if finished else EXIT_STOPPED

@@ -70,6 +70,7 @@ def modules_of(job: Any) -> dict[str, str]:
 MARGIN_S = 3.0
 """From a loss until its generation is here, besides the time until the loss is noticed."""
 POLL_S = 0.2
+NEXT_GROUP = "the next group to form"
 MOST_TRIES = 3
 """Losses in one update that are survived; one more is probably caused by the update itself."""
 
@@ -127,10 +128,11 @@ class GroupMembership(Callback):
         self._least_nodes = 1 if isinstance(cluster.nodes, int) else node_range(cluster.nodes)[0]
         self._silence_s = min(cluster.heartbeat_timeout_s, SILENCE_S)
         self._record = GenerationRecord(spec.folder)
-        self._changed = threading.Condition()  # of the next four, which messages set
+        self._changed = threading.Condition()  # of the next five, which messages set
         self._latest = Generation(-1, (), time.monotonic())
         self._why: list[str] = []  # reasons for losses since the last change of the group
         self._left = False  # no generation follows
+        self._delayed = 0.0  # when the next one was last said to wait for space on the disk
         self._newcomers_wait = False
         self._interrupt: Callable[[], None] = lambda: None
         self._generation = self._reported = 0
@@ -153,6 +155,8 @@ class GroupMembership(Callback):
                 self._why += message["why"]
                 self._newcomers_wait = False
             self._left = self._left or message.get("left", False)
+            if message.get("delayed"):
+                self._delayed = time.monotonic()
             self._newcomers_wait = message.get("newcomers", self._newcomers_wait)
             self._changed.notify_all()
         if newer and self._latest.number > 0:  # 0 is the beginning, which breaks nothing off
@@ -212,6 +216,7 @@ class GroupMembership(Callback):
         self._link.send_event("joins")
         with for_others("the others to let it in"), self._changed:
             while self._me not in self._latest.members:
+                self._reported = self._latest.number  # it breaks off nothing here
                 if self._left:
                     raise Evicted("the run ended before this rank could join")
                 if stopped():
@@ -278,36 +283,40 @@ class GroupMembership(Callback):
         """
         log.info("%s", error)
         noticed = 0.0
-        with for_others("the next group to form"):
-            while True:
+        while True:
+            with for_others(NEXT_GROUP):
                 newer = self._await_newer(self._silence_s + MARGIN_S)
                 if newer.number <= self._generation:
                     raise error
-                self._generation = newer.number
-                if self._me not in newer.members:
-                    raise Evicted(
-                        f"rank {self._spec.rank} was silent for {self._silence_s:g} s, and the "
-                        f"others have continued without it (generation {newer.number})"
-                    ) from error
-                noticed = noticed or newer.noticed  # of the first, if more losses follow
-                try:
-                    lost = self._join(newer, progress)
-                except Unrecoverable:  # a PeerLost, too, but a further try does not help
-                    raise
-                except (PeerLost, RendezvousError, StopRequested) as again:
-                    error = again if isinstance(again, PeerLost) else PeerLost(str(again))
-                    log.info("%s", error)
-                else:
-                    self._note_change(newer, progress, time.monotonic() - noticed, lost)
-                    return
+            self._generation = newer.number
+            if self._me not in newer.members:
+                raise Evicted(
+                    f"rank {self._spec.rank} was silent for {self._silence_s:g} s, and the "
+                    f"others have continued without it (generation {newer.number})"
+                ) from error
+            noticed = noticed or newer.noticed  # of the first, if more losses follow
+            try:
+                lost = self._join(newer, progress)
+            except Unrecoverable:  # a PeerLost, too, but a further try does not help
+                raise
+            except (PeerLost, RendezvousError, StopRequested) as again:
+                error = again if isinstance(again, PeerLost) else PeerLost(str(again))
+                log.info("%s", error)
+            else:
+                self._note_change(newer, progress, time.monotonic() - noticed, lost)
+                return
 
     def _await_newer(self, timeout_s: float) -> Generation:
-        """Wait for the next generation; return the latest at the timeout, or if none will come."""
+        """Wait for the next generation; return the latest at the timeout, or if none will come. The
+        timeout counts from when it was last said to be delayed.
+        """
+        began, timeout_s = time.monotonic(), max(timeout_s, 3 * self._silence_s)
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._latest.number > self._generation or self._left,
-                max(timeout_s, 3 * self._silence_s),
-            )
+            while self._latest.number <= self._generation and not self._left:
+                left_s = max(began, self._delayed) + timeout_s - time.monotonic()
+                if left_s <= 0:
+                    break
+                self._changed.wait(left_s)
             return self._latest
 
     def _join(self, newer: Generation, progress: TrainingProgress) -> int | None:
@@ -317,11 +326,11 @@ class GroupMembership(Callback):
             return self._latest.number > newer.number or self._link.run_failed
 
         rank, size = newer.members.index(self._me), len(newer.members)
-        group = self._form(
-            replace(
-                self._spec, rank=rank, size=size, generation=newer.number, stop_requested=given_up
-            )
+        spec = replace(
+            self._spec, rank=rank, size=size, generation=newer.number, stop_requested=given_up
         )
+        with for_others(NEXT_GROUP):
+            group = self._form(spec)
         self._interrupt = group.interrupt
         if given_up():  # before there was a group to interrupt
             raise PeerLost("one more rank is gone")
@@ -335,7 +344,11 @@ class GroupMembership(Callback):
                 "samples": progress.samples,
             }
         try:
-            other_update = self._engine.catch_up(group, progress.updates, json.dumps(own_update))
+            # The state of the others is a transfer, and no wait that a limit may end.
+            with waiting.declared("it brings the next group to one state"):
+                other_update = self._engine.catch_up(
+                    group, progress.updates, json.dumps(own_update)
+                )
         except StateLost as lost:
             self._engine.regroup(group)  # loading a checkpoint is collective in the new group
             if (taken_back := self._go_back(rank)) is None:

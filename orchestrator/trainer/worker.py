@@ -19,6 +19,7 @@ from orchestrator.agent.processes import began_at
 from orchestrator.agent.rank_log import send_output_to
 from orchestrator.agent.topology import BATCH_PID_VARIABLE, Topology, interface_variables
 from orchestrator.config.schema import Config
+from orchestrator.engine.common.waiting import declared
 from orchestrator.errors import (
     EVICTED_RANK,
     EXIT_FAILED,
@@ -36,9 +37,10 @@ from orchestrator.errors import (
     WrongResult,
 )
 from orchestrator.rundir.checkpoints import Fence
+from orchestrator.rundir.files import await_disk_space
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import State, failure_record, note_departure, write_failure
-from orchestrator.rundir.warnings import warn_into
+from orchestrator.rundir.warnings import warn, warn_into
 from orchestrator.trainer.agent_link import AgentLink
 from orchestrator.trainer.failure import describe, hide_own_frames, short_traceback
 from orchestrator.trainer.stop import GracePeriods, StopFlag
@@ -47,6 +49,12 @@ log = logging.getLogger(__name__)
 
 MOST_OF_TRACEBACK = 64 * 1024
 FINAL_STATES = {EXIT_FINISHED: FINISHED, EXIT_STOPPED: STOPPED, EVICTED_RANK: EVICTED}
+
+
+def write_patiently(write: Callable[[], None]) -> None:
+    """Write how an attempt ended once there is space on the disk: else it would end as failed."""
+    with declared("it waits for space on the disk", brief=True):
+        await_disk_space(write, warn)
 
 
 def run_in_worker(path: Path, attempt: int, body: Callable[[WorkerProcess], int]) -> int:
@@ -151,7 +159,8 @@ class WorkerProcess:
             return False
         self.fence.check()
         if updates is not None or not self.run.departure(self.attempt).exists():
-            note_departure(self.run, self.attempt, self.stop.description, updates)
+            why = self.stop.description
+            write_patiently(lambda: note_departure(self.run, self.attempt, why, updates))
         return True
 
     def why_for_good(self) -> str | None:
@@ -176,7 +185,7 @@ class WorkerProcess:
             hosts = list(SlurmJobEnvironment().hostnames)
             names = [hosts[n] if n < len(hosts) else f"number {n}" for n in error.nodes]
             why = f"node{'s' * (len(names) > 1)} {', '.join(names)} went away; {error}"
-            note_departure(self.run, self.attempt, why)
+            write_patiently(lambda: note_departure(self.run, self.attempt, why))
             return EXIT_STOPPED
         if not isinstance(error, OrchestratorError):
             hide_own_frames(error)

@@ -87,6 +87,8 @@ class Process:
         self.left = self.left or message.get("left", False)
         self.newcomers = message.get("newcomers", self.newcomers)
         self.stop = message.get("stop", self.stop)
+        if "delayed" in message:
+            self.lost_at = None
 
 
 class SimulatedWorkers:
@@ -590,7 +592,7 @@ class Simulation:
     def fill_disk(self):
         self.say("no space on the disk")
         self.full = True
-        self.after(0.5, 5, lambda: setattr(self, "full", False))
+        self.after(0.5, 30, lambda: setattr(self, "full", False))
 
     def stop(self):
         self.say("stop")

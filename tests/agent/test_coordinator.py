@@ -8,6 +8,7 @@ import pytest
 from orchestrator.agent.coordinator import (
     COME_S,
     GRACE_S,
+    KILL_S,
     LOSS_WAIT_S,
     MOST_FRUITLESS,
     REST_S,
@@ -69,10 +70,18 @@ class Attempt:
         """Let time pass; every agent that lives sends heartbeats."""
         self.now += seconds
         for agent in self.coordinator.agents.values():
-            if agent.heard is not None:
+            if agent.connected:
                 self.coordinator.heard(agent.index)
         self.coordinator.tick()
         self.commands += self.coordinator.commands()
+
+    def lose_agent(self, index, port=None):
+        """Break an agent's link; nothing listens at its port any more, unless one is given."""
+        if port is None:
+            with listen("127.0.0.1") as listener:
+                port = listener.getsockname()[1]
+        publish_agent(node_spec(self.run.path, index=index), port)
+        self.coordinator.agent_disconnected(index)
 
     def commands_of(self, command):
         """Take the commands of one kind."""
@@ -220,6 +229,26 @@ def test_a_rank_that_computes_while_others_wait_is_ended_only_if_a_key_says_so(t
         assert "waited in vain (cluster.collective_timeout_s=30): it was still at a pl" in cause
 
 
+def test_no_member_is_ended_for_a_replacement_that_waits_to_be_let_in(tmp_path):
+    attempt = Attempt(tmp_path, nodes=2, replacements=4, collective_s=30.0)
+    lose(attempt, 1)
+    ask_to_join(attempt, 1, 1)
+    stand(attempt, 1, "waits")
+    stand(attempt, 0, "busy")
+    pass_s(attempt, 200)
+    assert not attempt.commands_of("kill")
+
+
+def test_members_that_wait_for_one_another_are_ended_though_a_replacement_computes(tmp_path):
+    attempt = Attempt(tmp_path, replacements=4, collective_s=30.0)
+    lose(attempt, 1)
+    attempt.take("started", 1, 1)
+    for rank, standing in ((0, "waits"), (1, "busy"), (2, "waits")):
+        stand(attempt, rank, standing)
+    pass_s(attempt, 100)
+    assert attempt.commands_of("die")
+
+
 def test_workers_learn_when_all_of_them_wait_and_when_that_ends(attempt):
     for rank in range(3):
         stand(attempt, rank, "waits")
@@ -230,6 +259,19 @@ def test_workers_learn_when_all_of_them_wait_and_when_that_ends(attempt):
     stand(attempt, 1, "moves", 0.0)
     attempt.tick(1.0)
     assert [c["message"] for _, c in attempt.commands_of("tell")] == [{"standstill_s": None}]
+
+
+def test_workers_learn_from_a_new_coordinator_that_a_standstill_has_ended(tmp_path):
+    first = Attempt(tmp_path)
+    for rank in range(3):
+        stand(first, rank, "waits")
+    first.tick(1.0)
+    second = Attempt(tmp_path, gone=[0], begin=False, index=1)
+    second.join(1)
+    second.join(2)
+    second.tick()
+    told = [agent for agent, c in second.commands_of("tell") if "standstill_s" in c["message"]]
+    assert told == [1, 2]
 
 
 def test_a_long_stall_is_written_down_once_for_notify(tmp_path):
@@ -249,17 +291,66 @@ def test_a_long_stall_is_written_down_once_for_notify(tmp_path):
     assert attempt.run.stall(0).read_text() != first, "another stall is another message"
 
 
+def hang(attempt, kind, incarnation=0):
+    """Have the second rank hang in its code, asleep, stopped, or in another rank's loss."""
+    if kind == "stopped":
+        attempt.take("stopped", 1, incarnation, seconds=100.0, seen=SEEN)
+    elif kind == "stuck":
+        attempt.take("stuck", 1, incarnation, cause="it did not come back")
+    else:
+        asleep = {"asleep": kind == "asleep", "silent": False}
+        attempt.take("hangs", 1, incarnation, cause="it hangs: at a lock", **asleep, seen=SEEN)
+
+
+def let_in(attempt, rank, incarnation):
+    ask_to_join(attempt, rank, incarnation)
+    number = attempt.newest["generation"]
+    for member in attempt.newest["members"]:
+        attempt.take("ready", member % attempt.spec.ranks, generation=number, updates=7)
+    attempt.tick()
+    assert rank + attempt.spec.ranks * incarnation in attempt.newest["members"]
+
+
 def test_a_rank_that_hangs_again_is_not_ended_for_it_again(tmp_path):
     attempt = Attempt(tmp_path, replacements=3)
-    attempt.take("hangs", 1, cause="it hangs: at a lock", **AWAKE, seen=SEEN)
+    hang(attempt, "code")
     assert lose(attempt, 1) == [(1, 1)]
-    attempt.take("started", 1, 1)
-    attempt.take("hangs", 1, 1, cause="it hangs: at a lock", **AWAKE, seen=SEEN)
+    let_in(attempt, 1, 1)
+    hang(attempt, "code", 1)
     attempt.tick(GRACE_S)
     attempt.tick(2 * GRACE_S)
     assert attempt.commands_of("die")
     attempt.end(1, -9, incarnation=1)
     assert "it hangs: at a lock" in culprit_of(attempt, 0, 2)["cause"]
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [("stopped", "code"), ("asleep", "code"), ("stuck", "stuck"), ("stuck", "code")],
+)
+def test_what_was_no_fault_of_a_ranks_code_does_not_count_when_it_hangs(tmp_path, first, then):
+    attempt = Attempt(tmp_path, replacements=3)
+    hang(attempt, first)
+    assert lose(attempt, 1) == [(1, 1)]
+    let_in(attempt, 1, 1)
+    hang(attempt, then, 1)
+    pass_s(attempt, 5 * GRACE_S)
+    assert not attempt.commands_of("die")
+    assert [c["rank"] for _, c in attempt.commands_of("kill")] == [1, 1]
+
+
+def test_replacements_that_hang_before_they_join_end_no_run(tmp_path):
+    attempt = Attempt(tmp_path, replacements=16)
+    lose(attempt, 1)
+    for incarnation in range(1, 1 + MOST_FRUITLESS):
+        attempt.take("started", 1, incarnation)
+        hang(attempt, "code", incarnation)
+        attempt.tick()
+        assert [c["rank"] for _, c in attempt.commands_of("kill")] == [1]
+        started = lose(attempt, 1, incarnation)
+    assert not started, "no other one follows"
+    pass_s(attempt, 5 * GRACE_S)
+    assert not attempt.commands_of("die")
 
 
 def test_a_worker_that_hangs_is_lost_where_the_others_survive_it(attempt):
@@ -278,6 +369,69 @@ def test_a_worker_that_hangs_is_lost_where_the_others_survive_it(attempt):
     assert attempt.newest["members"] == [0, 2]
     assert attempt.newest["why"] == ["on node1: it hangs: it has been at the start"]
     assert "it is ended, and the others go on" in attempt.run.warnings(0, 1).read_text()
+
+
+ASLEEP = {"cause": "it hangs, asleep in nfs_wait", "asleep": True, "silent": True, "seen": SEEN}
+
+
+def test_a_rank_that_sleeps_in_the_kernel_is_left_behind_until_it_wakes_and_ends(tmp_path):
+    attempt = Attempt(tmp_path, replacements=4)
+    attempt.take("hangs", 1, **ASLEEP)
+    pass_s(attempt, KILL_S - 1)
+    assert attempt.newest["members"] == [0, 1, 2], "it may take a moment to end"
+    pass_s(attempt, 3)
+    assert attempt.newest["members"] == [0, 2]
+    assert "asleep in nfs_wait; SIGKILL has not ended it" in attempt.newest["why"][0]
+    pass_s(attempt, 100)
+    assert not attempt.commands_of("start"), "its agent starts no second one"
+    attempt.end(1, status=-9)
+    pass_s(attempt, 2)
+    assert [c["incarnation"] for _, c in attempt.commands_of("start")] == [1]
+    assert attempt.newest["members"] == [0, 2]
+
+
+def test_a_rank_that_sleeps_in_the_kernel_is_ended_once_though_its_agent_connects_again(tmp_path):
+    attempt = Attempt(tmp_path, replacements=4)
+    attempt.take("hangs", 1, **ASLEEP)
+    pass_s(attempt, KILL_S + 2)
+    events = [{"event": "started"}, {"event": "hangs", **ASLEEP}]
+    repeated = [{**event, "rank": 1, "incarnation": 0} for event in events]
+    attempt.commands.clear()
+    attempt.coordinator.agent_connected(1, [{"rank": 1, "events": repeated}])
+    pass_s(attempt, KILL_S + 2)
+    assert not attempt.commands_of("kill")
+    ended = {**KILLED, "incarnation": 0, "seen": SEEN, "ago_s": 0.0}
+    attempt.coordinator.agent_connected(1, [{"rank": 1, "events": [*repeated, ended]}])
+    pass_s(attempt, 2)
+    assert len(attempt.commands_of("start")) == 1
+
+
+def test_an_agent_that_is_started_again_starts_what_slept_under_the_one_before(tmp_path):
+    attempt = Attempt(tmp_path, replacements=4)
+    attempt.take("hangs", 1, **ASLEEP)
+    pass_s(attempt, KILL_S + 2)
+    attempt.lose_agent(1)
+    pass_s(attempt, 2)
+    assert attempt.coordinator.wanted_agents() == [1]
+    attempt.coordinator.agent_connected(1, [])
+    attempt.tick()
+    assert len(attempt.commands_of("start")) == 1
+
+
+@pytest.mark.parametrize("survive", [False, True])
+def test_a_run_ends_though_a_rank_sleeps_in_the_kernel(tmp_path, survive):
+    """With `survive` it is none of the members any more, and the others finish."""
+    attempt = Attempt(tmp_path, survive=survive, replacements=4 * survive)
+    if survive:
+        assert lose(attempt, 1) == [(1, 1)]
+        attempt.take("started", 1, 1)
+    else:
+        attempt.take("hangs", 1, **ASLEEP)
+        pass_s(attempt, STACK_S + 1)
+    for rank in (0, 2):
+        attempt.end(rank, *([0, "finished"] if survive else [-9]))
+    pass_s(attempt, 2 * KILL_S)
+    assert state_of(attempt) == ("finished" if survive else "failed")
 
 
 def test_waits_for_a_lost_rank_do_not_count_against_those_that_continue(attempt):
@@ -451,6 +605,38 @@ def test_a_killed_worker_is_started_again_and_let_in_at_a_boundary(tmp_path):
     assert attempt.newest["updates"] == 7
 
 
+def test_newcomers_are_announced_again_to_a_leader_whose_link_was_broken(tmp_path):
+    attempt = Attempt(tmp_path, replacements=2)
+    assert lose(attempt, 0) == [(0, 1)]
+    ask_to_join(attempt, 0, 1)
+    attempt.tick(2.0)
+    attempt.commands.clear()
+    reconnect(attempt, 0)
+    told = [
+        (agent, c["rank"])
+        for agent, c in attempt.commands_of("tell")
+        if "newcomers" in c["message"]
+    ]
+    assert told == [(1, 1)]
+
+
+def test_a_node_is_killed_as_a_whole_though_some_of_its_ranks_only_start(tmp_path):
+    attempt = Attempt(tmp_path, nodes=2, ranks_per_node=2, whole_nodes=True, replacements=16)
+    for rank in (2, 3):
+        attempt.end(rank, -9)
+    attempt.tick(MOMENT_S)
+    attempt.tick(REST_S)
+    attempt.commands.clear()
+    attempt.end(2, -9, incarnation=1)  # before the other one is said to be started
+    attempt.take("started", 3, 1)
+    attempt.tick()
+    assert [c["rank"] for _, c in attempt.commands_of("kill")] == [3]
+    attempt.end(3, -9, incarnation=1)
+    attempt.tick(REST_S)
+    started = [(c["rank"], c["incarnation"]) for _, c in attempt.commands_of("start")]
+    assert started == [(2, 2), (3, 2)], "they join together"
+
+
 def test_members_that_wait_for_a_newcomer_that_dies_continue_without_it(tmp_path):
     attempt = Attempt(tmp_path, replacements=1)
     lose(attempt, 1)
@@ -490,6 +676,21 @@ def test_no_more_processes_are_started_than_were_asked_for(tmp_path):
     assert lose(attempt, 1) == []
     for index in (1, 3):
         assert "run.max_replacements=1 were started" in attempt.run.warnings(0, index).read_text()
+
+
+def test_those_that_wait_for_a_generation_learn_that_a_full_disk_delays_it(attempt, monkeypatch):
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr("orchestrator.rundir.generations.create_once", refuse)
+        attempt.end(1, status=-9)
+        for _ in range(20):
+            attempt.tick(0.5)
+    delays = [c["message"] for _, c in attempt.commands_of("tell")].count({"delayed": True})
+    assert delays == 10, "once a second"
+    attempt.tick()
+    assert attempt.newest["members"] == [0, 2]
 
 
 REFUSALS = [OSError(28, "No space left on device"), RunFolderError("the file is a link")]
@@ -546,7 +747,7 @@ def test_a_hanging_process_is_ended_once_though_its_agent_reconnects_before_that
     assert [c["rank"] for _, c in attempt.commands_of("kill")] == [1, 1], "one may not have arrived"
     assert lose(attempt, 1) == []
     assert attempt.outcome is None
-    assert attempt.run.warnings(0, 1).read_text().count("\n") == 1
+    assert attempt.run.warnings(0, 1).read_text().count('"sentence": "it hangs; it is ended') == 1
 
 
 def test_a_process_without_an_update_counts_once_though_its_agent_reconnects(tmp_path):
@@ -585,10 +786,22 @@ def test_a_standstill_is_written_down_for_notify_though_the_disk_was_full(tmp_pa
 
     monkeypatch.setattr("orchestrator.agent.coordinator.write_json", full_once)
     stand(attempt, 1, "declared")
-    with pytest.raises(OSError, match="No space"):
-        attempt.tick(400.0)
+    attempt.tick(400.0)
+    assert not attempt.run.stall(0).exists()
     attempt.tick(1.0)
     assert attempt.run.stall(0).exists()
+
+
+def test_a_standstill_ends_a_run_though_the_disk_is_full(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    attempt = Attempt(tmp_path, survive=False)
+    monkeypatch.setattr("orchestrator.agent.coordinator.write_json", refuse)
+    for rank in range(3):
+        stand(attempt, rank, "waits")
+    pass_s(attempt, HANG_S + 5)
+    assert attempt.commands_of("die")
 
 
 def test_a_folder_that_cannot_be_read_keeps_no_event_from_its_effect(tmp_path, monkeypatch):
@@ -619,7 +832,8 @@ def test_a_restarted_agent_without_workers_ends_the_run_of_its_only_node(tmp_pat
 
 def test_a_node_that_is_gone_takes_its_workers_with_it_and_may_come_back(tmp_path):
     attempt = Attempt(tmp_path, ranks_per_node=2, replacements=4)
-    attempt.coordinator.agent_disconnected(1)
+    attempt.lose_agent(1)
+    attempt.tick()
     attempt.tick(MOMENT_S)
     assert attempt.newest["gone"] == [2, 3]
     assert attempt.newest["why"] == ["on node1: its agent is gone"]
@@ -628,6 +842,35 @@ def test_a_node_that_is_gone_takes_its_workers_with_it_and_may_come_back(tmp_pat
     attempt.coordinator.agent_connected(1, [])
     attempt.tick()
     assert [(a, c["rank"]) for a, c in attempt.commands_of("start")] == [(1, 2), (1, 3)]
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_an_agent_that_connects_again_costs_no_run_that_would_not_survive_its_loss(tmp_path, begun):
+    attempt = Attempt(tmp_path, survive=not begun, begin=begun)
+    if not begun:
+        for index in range(3):
+            attempt.join(index)
+    with listen("127.0.0.1") as listener:
+        attempt.lose_agent(1, listener.getsockname()[1])
+        pass_s(attempt, attempt.spec.heartbeat_s - 1)
+        attempt.join(1)
+        pass_s(attempt, 2 * attempt.spec.heartbeat_s)
+        assert not attempt.commands_of("die")
+        attempt.lose_agent(1, listener.getsockname()[1])
+        pass_s(attempt, attempt.spec.heartbeat_s + 2)
+        assert attempt.commands_of("die"), "it did not"
+
+
+def test_no_process_is_started_while_the_link_is_broken_that_would_tell_of_it(tmp_path):
+    attempt = Attempt(tmp_path, replacements=2)
+    attempt.end(1, status=-9)
+    with listen("127.0.0.1") as listener:
+        attempt.lose_agent(1, listener.getsockname()[1])
+        pass_s(attempt, 2)
+        assert not attempt.commands_of("start")
+        attempt.coordinator.agent_connected(1, [])
+        attempt.tick()
+        assert [c["incarnation"] for _, c in attempt.commands_of("start")] == [1]
 
 
 def test_a_node_that_comes_late_after_a_takeover_keeps_its_workers(tmp_path):
@@ -675,18 +918,14 @@ def test_a_new_coordinator_knows_from_the_record_and_the_agents(tmp_path):
 @pytest.mark.parametrize(("listens", "generation"), [(True, 0), (False, 1)])
 def test_the_smaller_half_waits_if_others_may_live(attempt, listens, generation):
     """Two of three nodes fall silent; only one that died refuses connections."""
-    listener = listen("127.0.0.1")
-    for index in (1, 2):
-        publish_agent(node_spec(attempt.run.path, index=index), listener.getsockname()[1])
-    if not listens:
-        listener.close()
-    attempt.coordinator.agent_disconnected(1)
-    attempt.coordinator.agent_disconnected(2)
-    attempt.tick(MOMENT_S)
-    assert attempt.newest["generation"] == generation
-    attempt.tick(5.0)
-    assert attempt.newest["generation"] == 1, "the others must not continue"
-    listener.close()
+    with listen("127.0.0.1") as listener:
+        for index in (1, 2):
+            attempt.lose_agent(index, listener.getsockname()[1] if listens else None)
+        pass_s(attempt, attempt.spec.silence_s + 1)
+        attempt.tick(MOMENT_S)
+        assert attempt.newest["generation"] == generation
+        attempt.tick(5.0)
+        assert attempt.newest["generation"] == 1, "the others must not continue"
 
 
 def test_no_newcomer_joins_once_a_worker_has_finished(tmp_path):
@@ -742,12 +981,11 @@ def test_an_evicted_coordinator_does_not_end_a_node_that_has_come_back(tmp_path)
     """It was stopped, has connected again, but has not said yet that its worker trains alone."""
     attempt = Attempt(tmp_path, nodes=2)
     with listen("127.0.0.1") as listener:
-        publish_agent(node_spec(tmp_path, nodes=2, index=1), listener.getsockname()[1])
         attempt.end(0, status=-9)
         attempt.tick(MOMENT_S)
         assert attempt.newest["members"] == [1]
-        attempt.coordinator.agent_disconnected(1)
-        attempt.tick()
+        attempt.lose_agent(1, listener.getsockname()[1])
+        pass_s(attempt, attempt.spec.silence_s + 1)
     assert attempt.outcome is None
     assert [agent for agent, _ in attempt.commands_of("end")] == [0]
 

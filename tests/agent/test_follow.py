@@ -168,6 +168,18 @@ def test_a_coordinator_may_be_silent_for_longer_before_the_first_generation(agen
     assert agent._coordinator_link is None
 
 
+def test_an_agent_sends_heartbeats_though_its_workers_cannot_be_judged(agent, senior, monkeypatch):
+    def refuse():
+        raise OSError(116, "Stale file handle")
+
+    senior.recv(1 << 16)
+    monkeypatch.setattr(agent._workers, "judge", refuse)
+    with pytest.raises(OSError, match="Stale"):
+        agent._beat()
+    senior.setblocking(False)
+    assert senior.recv(1 << 16) == line_of({})
+
+
 def test_an_agent_ignores_what_is_relayed_to_it_for_another_node(agent, senior):
     for command in (
         {"command": "tell", "rank": 1, "message": {"newcomers": True}},

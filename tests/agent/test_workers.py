@@ -244,7 +244,14 @@ def test_a_fork_that_fails_says_why(tmp_path, monkeypatch, incarnation, state, l
         assert "could not be started: Resource temporarily" in events[0]["failure"]["cause"]
 
 
-def test_what_a_silent_rank_waited_for_in_its_latest_report_is_no_longer_said(begun, monkeypatch):
+@pytest.mark.parametrize("log", [True, False])
+def test_what_a_silent_rank_waited_for_in_its_latest_report_is_no_longer_said(
+    begun, monkeypatch, log
+):
+    """Its hang is reported although somebody has removed its log, with its folder."""
+    if not log:
+        shutil.rmtree(begun.logs)
+
     def fork():
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
@@ -282,13 +289,14 @@ def test_any_control_group_is_read_or_passed_over(tmp_path, groups, group, event
     assert module.kills_for_memory(tmp_path / "cgroup", tmp_path) == kills
 
 
-def test_stacks_of_many_processes_take_no_longer_than_those_of_a_few(tmp_path, monkeypatch):
+@pytest.mark.parametrize("log", ["log", "removed"])
+def test_stacks_of_many_processes_take_no_longer_than_those_of_a_few(tmp_path, monkeypatch, log):
     (tmp_path / "log").touch()
     now, asked = 0.0, []
     monkeypatch.setattr(stacks, "catches", lambda pid: True)
     monkeypatch.setattr(stacks.os, "kill", lambda pid, _: asked.append(pid))
     monkeypatch.setattr(stacks.time, "monotonic", lambda: now)
-    request = stacks.ProcessStacks(range(100), tmp_path / "log")
+    request = stacks.ProcessStacks(range(100), tmp_path / log)
     while not request.poll():
         now += 1
     assert now <= stacks.ANSWER_S + stacks.ONE_ANSWER_S

@@ -1,6 +1,8 @@
 """Stops: their deadline, leaving a window in time, departures, with a clock that the test sets."""
 
+import errno
 import json
+import os
 import signal
 import time
 from types import SimpleNamespace
@@ -9,6 +11,7 @@ import pytest
 
 from orchestrator.client.loop import CompletedUpdate, TrainingProgress
 from orchestrator.engine.api import BoundaryReport, Window
+from orchestrator.engine.common import waiting
 from orchestrator.errors import StopRequested
 from orchestrator.rundir.checkpoints import Fence, StaleAttempt
 from orchestrator.rundir.files import read_json, write_json
@@ -22,6 +25,7 @@ from orchestrator.trainer.stop import (
     lost_progress,
     restart_reason,
 )
+from orchestrator.trainer.worker import WorkerProcess
 
 pytestmark = pytest.mark.whole_runs
 
@@ -217,6 +221,28 @@ def test_an_earlier_reason_for_a_departure_stays(run):
     note_departure(run, 0, "asked to stop by SIGTERM", 5)
     found = read_json(run.departure(0))
     assert (found["why"], found["updates"]) == ("node n1 went away", 5)
+
+
+def test_a_departure_is_noted_once_there_is_space_on_the_disk(run, monkeypatch):
+    full, activities = [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) for _ in range(3)], []
+
+    def write(path, table):
+        activities.append(waiting.declared_activity())
+        if full:
+            raise full.pop()
+        write_json(path, table)
+
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    monkeypatch.setattr("orchestrator.rundir.outcome.write_json", write)
+    stop = StopFlag()
+    stop.set(TERM)
+    worker = SimpleNamespace(
+        run=run, attempt=2, stop=stop, restarts=True, fence=Fence(run.newest_attempt, 2)
+    )
+    with pytest.warns(UserWarning, match="waiting for space on the disk"):
+        assert WorkerProcess.depart(worker, 5)
+    assert read_json(run.departure(2))["updates"] == 5
+    assert set(activities) == {"it waits for space on the disk"}, "it is not taken to hang"
 
 
 def test_the_reason_of_a_restart_is_the_node_that_failed_or_what_was_left_behind(run):

@@ -85,6 +85,8 @@ MARGIN_S = 90.0
 """SLURM sends its notice of a time limit up to a minute early, and checks limits twice a minute."""
 REQUEUE_PATIENCE_S = 600.0
 """For a requeue that gets no answer, and for answers that cannot be read."""
+MOST_READS, READ_PAUSE_S = 30, 2.0
+"""Of files on a network file system, which may not answer for a moment."""
 POLL_S = 0.5
 REACH_S = 1.0
 FRUITLESS = 10
@@ -318,6 +320,25 @@ def _cut_short(
     return describe_srun_end(run, attempt) or describe_agents_end(run, attempt)
 
 
+def finalize_patiently(finalize: Callable[[], Next]) -> Next:
+    """Finalize once the disk has room, and the file system lets the run's files be read.
+
+    Raises:
+        RunFolderError: one is damaged, or cannot be read for longer.
+    """
+    tries = 0
+    while True:
+        try:
+            return await_disk_space(finalize, print_note)
+        except RunFolderError as error:
+            tries, cause = tries + 1, error.__cause__
+            may_pass = isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
+            if not may_pass or tries == MOST_READS:
+                raise
+            print_note(f"{error}; trying again")
+            time.sleep(READ_PAUSE_S)
+
+
 def finalize_without_script(run: RunDir, attempt: int, why: str) -> None:
     """Do the batch script's work after it was killed or lost; end a job that would not end.
 
@@ -327,9 +348,10 @@ def finalize_without_script(run: RunDir, attempt: int, why: str) -> None:
     print_note("the batch script is gone; its part is done from here")
     try:
         finalize = partial(finalize_in_job, run.path, attempt, 0, "", script_gone=why)
-        if await_disk_space(finalize, print_note) is Next.END:
+        if finalize_patiently(finalize) is Next.END:
             SlurmClient().check_output("scancel", own_job_id(os.environ))
-    except ClusterError as error:  # no commands in a container: `status` or `resume` does it
+    # No commands in a container, say: `status` or `resume` does it.
+    except (ClusterError, RunFolderError) as error:
         print_note(f"error: {error}")
 
 

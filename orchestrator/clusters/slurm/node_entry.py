@@ -43,17 +43,22 @@ def after(run: str, attempt: str, code: str, stop_signal: str) -> None:
     Args:
         stop_signal: the first signal that the script got, or "".
     """
-    from orchestrator.clusters.slurm.finalize import Next, finalize_in_job, print_note
-    from orchestrator.errors import EXIT_FAILED, EXIT_STOPPED, START_AGAIN, ClusterError
+    from orchestrator.clusters.slurm.finalize import Next, finalize_in_job, finalize_patiently
+    from orchestrator.errors import (
+        EXIT_FAILED,
+        EXIT_STOPPED,
+        START_AGAIN,
+        ClusterError,
+        RunFolderError,
+    )
     from orchestrator.notify import Notifier
-    from orchestrator.rundir.files import await_disk_space
     from orchestrator.rundir.folder import RunDir
 
     try:
-        follows = await_disk_space(
-            lambda: finalize_in_job(Path(run), int(attempt), int(code), stop_signal), print_note
+        follows = finalize_patiently(
+            lambda: finalize_in_job(Path(run), int(attempt), int(code), stop_signal)
         )
-    except ClusterError as error:
+    except (ClusterError, RunFolderError) as error:
         sys.exit(f"error: the run was neither requeued nor ended: {error}; resume goes on")
     notifier = Notifier(RunDir(Path(run)))
     notifier.send()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import logging
 import os
 import secrets
 import socket
@@ -45,7 +46,9 @@ from orchestrator.engine.torch.transports import (
 )
 from orchestrator.errors import RanksMissing, RendezvousError, StopRequested, TransportError
 from orchestrator.plugins import TRANSPORTS
-from orchestrator.rundir.files import open_nofollow
+from orchestrator.rundir.files import await_disk_space, open_nofollow
+
+log = logging.getLogger(__name__)
 
 # ------------------------------------------------------------------ Authenticated store
 # torch's TCPStore obeys any client that reaches its port. The secret of one start is in the
@@ -137,7 +140,8 @@ def host(spec: GroupSpec) -> SecretStore:
     secret_store = SecretStore(store, token)
     secret_store.set(HERE, True)
     where = {"address": spec.address, "port": port, "node": spec.node, "token": token}
-    publish(rendezvous_file(spec), {"generation": spec.generation, "size": spec.size, **where})
+    here = {"generation": spec.generation, "size": spec.size, **where}
+    await_disk_space(lambda: publish(rendezvous_file(spec), here), log.warning)
     return secret_store
 
 

@@ -38,7 +38,7 @@ from orchestrator.clusters.slurm.finalize import (
 from orchestrator.clusters.slurm.node_entry import after
 from orchestrator.clusters.slurm.task import _Watch, set_nodes
 from orchestrator.config.schema import Config, RunConfig
-from orchestrator.errors import START_AGAIN, ClusterError
+from orchestrator.errors import START_AGAIN, ClusterError, RunFolderError
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.outcome import read_outcome
 from tests.agent.specs import node_spec
@@ -121,6 +121,38 @@ def test_finalization_waits_for_space_on_a_full_disk(run, monkeypatch):
     full = [OSError(errno.EIO, os.strerror(errno.EIO))]
     with pytest.raises(OSError, match="Input/output"):
         after(str(run.path), "0", "0", "")
+
+
+STALE = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+
+@pytest.mark.parametrize(
+    ("cause", "failures", "code"),
+    [
+        (STALE, 3, START_AGAIN),
+        (STALE, 1000, None),
+        (FileNotFoundError(), 1, None),
+        (None, 1, None),  # it is damaged
+    ],
+)
+def test_finalization_waits_for_a_file_system_that_does_not_answer(
+    run, monkeypatch, cause, failures, code
+):
+    left = [RunFolderError("outcome.json cannot be read") for _ in range(failures)]
+    monkeypatch.setattr("time.sleep", lambda _: None)
+
+    def finalize(*_):
+        if left:
+            raise left.pop() from cause
+        return Next.NEW_SRUN
+
+    monkeypatch.setattr("orchestrator.clusters.slurm.finalize.finalize_in_job", finalize)
+    with pytest.raises(SystemExit) as ended_with:
+        after(str(run.path), "0", "0", "")
+    if code is None:
+        assert "was neither requeued nor ended: outcome.json" in ended_with.value.code
+    else:
+        assert (ended_with.value.code, left) == (code, [])
 
 
 def test_an_outcome_that_a_full_disk_did_not_take_is_written_once_there_is_space(run, monkeypatch):
