@@ -99,7 +99,7 @@ def collect(
     processes: Mapping[int, BaseProcess],
     results: Any,
     expected: Iterable[int] | None = None,
-    timeout_s: float = 120,
+    timeout_s: float = 600,
 ) -> dict[int, tuple[Any, str | None]]:
     """Return {rank: (result, traceback or None)} of `expected` ranks (all that were started)."""
     found: dict[int, tuple[Any, str | None]] = {}

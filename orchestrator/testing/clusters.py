@@ -33,7 +33,7 @@ from orchestrator.rundir.checkpoints import folder_of
 from orchestrator.rundir.folder import RunDir
 from orchestrator.testing.trial_program import INTERVAL_S
 
-WAIT_S = 120.0
+WAIT_S = 600.0
 LAUNCHER_GONE_S = 15.0
 SILENT_S = 10 * INTERVAL_S
 TRAINED = (

@@ -6,6 +6,7 @@ from benchmarks import gpu_check
 from benchmarks.contenders import ALL, missing
 from benchmarks.link import alone, cannot_make_networks, loopback
 from benchmarks.ranks import on_ranks
+from tests.helpers import LIMIT_S
 
 PARAMETERS = 784 * 512 + 512 * 256 + 256 * 128 + 128 * 10 + 512 + 256 + 128 + 10
 
@@ -21,7 +22,7 @@ def test_all_contenders_make_the_same_updates():
                 "updates": 4,
                 "contenders": [name for name in ALL if missing(name) is None],
             },
-            timeout_s=120,
+            timeout_s=LIMIT_S,
         )
     curves = {row["name"]: row["losses"] for row in found["rows"]}
     assert set(curves) >= {"ours", "ours, reproducible", "DDP + no_sync", "DDP plain", "FSDP2"}
@@ -45,7 +46,7 @@ def test_collectives_and_bytes_of_an_update_are_counted():
                 "repetitions": [3, 3],
                 "budget_s": 0.0,
             },
-            timeout_s=120,
+            timeout_s=LIMIT_S,
         )
     assert found["parameters"] == PARAMETERS
     rows = {row["name"]: row for row in found["rows"]}
@@ -62,7 +63,7 @@ def test_collectives_and_bytes_of_an_update_are_counted():
 
 def test_a_boundary_is_timed_without_the_optimizers_step():
     task = {"kind": "boundary", "net": "digits", "leaves": [1, 3], "repetitions": 3}
-    rows = on_ranks(alone(), task, timeout_s=120)["rows"]
+    rows = on_ranks(alone(), task, timeout_s=LIMIT_S)["rows"]
     assert [row["leaves"] for row in rows] == [1, 3]
     for row in rows:
         assert 0 < row["beyond"]["median"] < row["update"]["median"]

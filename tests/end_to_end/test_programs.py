@@ -143,7 +143,7 @@ def test_who_is_killed_or_frozen_is_named_soon_and_nothing_is_left(tmp_path, tar
     began = time.monotonic()
     os.kill({"rank": rank.pid, "agent": rank.ppid(), "launcher": process.pid}[target], number)
     output, _ = process.communicate(timeout=helpers.LIMIT_S)
-    helpers.until(lambda: not programs_of(tmp_path), timeout_s=20, what="the end of all")
+    helpers.until(lambda: not programs_of(tmp_path), what="the end of all")
     assert time.monotonic() - began < (30 if number == signal.SIGSTOP else 10)
     assert said in " ".join(output.split())
     assert process.returncode == (1 if said else -signal.SIGKILL)
