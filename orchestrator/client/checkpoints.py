@@ -168,8 +168,14 @@ class Checkpoints(Callback):
         else:
             while (updates := int((rows := self._state.gather([0]))[0][0])) >= 0:
                 folder = checkpoint.folder_of(self._folder, updates)
-                newest = checkpoint.load(folder, self._run, contents=False)
-                self._damage_in_share(newest, len(rows))
+                # Not raised here: this rank would leave alone, while the others wait for its
+                # verdict. Rank 0 hears of it and all go on from an earlier checkpoint.
+                try:
+                    newest = checkpoint.load(folder, self._run, contents=False)
+                    damage = self._damage_of_share(newest, len(rows))
+                except RunFolderError as error:
+                    damage = str(error)
+                self._first_damaged(damage)
         if newest is None:
             return None
         self._state.load_state(newest.folder, newest.extra)
@@ -196,16 +202,22 @@ class Checkpoints(Callback):
         Returns:
             The damage; on other ranks than 0, of their own share.
         """
-        names = sorted(candidate.files)
-        own_damage = candidate.damage(names[self.rank :: ranks])
-        rows = self._state.gather([own_damage is not None])
-        odd = next((rank for rank, row in enumerate(rows) if row[0]), None)
+        own_damage = self._damage_of_share(candidate, ranks)
+        odd = self._first_damaged(own_damage)
         if own_damage or odd is None or self.rank != 0:
             return own_damage
         return (
-            candidate.damage(names[odd::ranks])
-            or f"{candidate.folder} is damaged, as rank {odd} reads"
+            candidate.damage(sorted(candidate.files)[odd::ranks])
+            or f"{candidate.folder} is damaged, or cannot be read, as rank {odd} says"
         )
+
+    def _damage_of_share(self, candidate: checkpoint.Checkpoint, ranks: int) -> str | None:
+        return candidate.damage(sorted(candidate.files)[self.rank :: ranks])
+
+    def _first_damaged(self, own_damage: str | None) -> int | None:
+        """Return the first rank with damage in its share; None if all is well. Collective."""
+        rows = self._state.gather([own_damage is not None])
+        return next((rank for rank, row in enumerate(rows) if row[0]), None)
 
     def check_replicas(self) -> None:
         """Compare the weights of all ranks. Collective."""
@@ -227,7 +239,8 @@ class Checkpoints(Callback):
         folder, failed = None, None
         if self.rank == 0:
             try:
-                folder = checkpoint.begin(self._folder, updates, self._run)
+                with declared("it begins the checkpoint after update %d", updates):
+                    folder = checkpoint.begin(self._folder, updates, self._run)
             except OSError as error:
                 failed = error
         [writer] = self._state.gather([os.getpid() if folder is not None else -1])[:1]

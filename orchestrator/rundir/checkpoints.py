@@ -7,18 +7,22 @@ in shards it holds parts: files that one rank each has written.
 
 Only the newest attempt of a run writes (`Fence`): when a node's slurmd dies, SLURM starts the job
 again elsewhere, but the processes on the lost node run on.
+
+A file that cannot be read may be sound: another node reads it, or this one does in a minute. So it
+is read again for a while, and a checkpoint that was skipped is renamed, never removed.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import os
 import re
 import shutil
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol, TypeVar
@@ -28,13 +32,13 @@ from safetensors import SafetensorError
 from orchestrator.errors import OrchestratorError, RunFolderError
 from orchestrator.rundir.files import (
     FULL_ERRORS,
+    await_readable,
     blocks,
     is_folder,
     make_folder,
     names_in,
     read_json,
     read_text,
-    remove,
     write_json,
 )
 from orchestrator.rundir.folder import BRANCH, INITIAL_DIGEST, RunDir
@@ -49,6 +53,7 @@ EXTRA = "extra"  # in the metadata of other files: names of shared and complex t
 SHARDS = "DCP_SHARDING_INFO"  # in a part's metadata: the place of each shard, as JSON
 PREFIX = "update-"
 PARTIAL = ".partial-"
+SKIPPED = "skipped-"  # before the name of a checkpoint that was skipped
 NAME = re.compile(rf"{PREFIX}([0-9]{{1,18}})")
 BEST: Final = "best"  # in references
 READS = 5
@@ -91,11 +96,18 @@ class Checkpoint:
         for name in names:
             path = self.folder / name
             try:
-                if file_sha256(path) != self.files[name]:
+                if _patiently(file_sha256, path) != self.files[name]:
                     return f"{path} is damaged: its digest is not the one in {STATE}"
+            except RunFolderError as error:  # a link
+                return str(error)
             except OSError as error:
                 return f"{path} cannot be read: {error.strerror}"
         return None
+
+
+def _patiently(read: Callable[[Path], T], path: Path) -> T:
+    """Return what `read` returns of a path, asked again while it cannot be read for now."""
+    return await_readable(lambda: read(path), warn)
 
 
 def file_sha256(path: Path) -> str:
@@ -174,8 +186,8 @@ def begin(checkpoints: Path, updates: int, run: str | None) -> Path | None:
     if os.path.lexists(final):  # reached again after a resume from an earlier one
         try:
             load(final, run)
-        except RunFolderError:  # it was damaged and skipped; replace it
-            remove(final)
+        except RunFolderError:  # it was skipped; replace it
+            _set_aside(final)
         else:
             return None
     partial = partial_folder(checkpoints, updates, os.getpid())
@@ -206,9 +218,22 @@ def commit_checkpoint(
     folders = list_checkpoints(checkpoints)
     newer = folders.index(final) + 1
     older = folders[: max(0, newer - keep)]
-    # Later ones were passed over as damaged, and must not count as the newest.
-    for folder in (*_unkept(older, keep_every), *folders[newer:]):
+    for folder in _unkept(older, keep_every):
         shutil.rmtree(folder, ignore_errors=True)
+    # Later ones were skipped, and must not count as the newest: the run has gone on from an earlier
+    # one. They are not removed, since they may be sound: perhaps one node could not read them.
+    for folder in folders[newer:]:
+        with suppress(OSError):  # then it stays as it is
+            _set_aside(folder)
+
+
+def _set_aside(folder: Path) -> None:
+    """Rename a checkpoint that was skipped, so that it is none of the run's any more."""
+    for number in itertools.count():
+        aside = folder.with_name(f"{SKIPPED}{folder.name}" + f"-{number}" * (number > 0))
+        if not os.path.lexists(aside):
+            folder.rename(aside)
+            return
 
 
 def _unkept(older: Iterable[Path], keep_every: int | None) -> list[Path]:
@@ -352,12 +377,13 @@ def load(folder: Path, run: str | None = None, *, contents: bool = True) -> Chec
         contents: also read the files whose digests the state holds.
 
     Raises:
-        RunFolderError: it is damaged, of another run, or after other updates.
+        RunFolderError: it is damaged, of another run, or after other updates; or it cannot be read,
+            though tried for some time.
     """
     try:
-        is_folder(folder)
-        state = read_json(folder / STATE)
-        there = {name for name in names_in(folder) if name != STATE}
+        _patiently(is_folder, folder)
+        state = read_json(folder / STATE, lambda path: _patiently(read_text, path))
+        there = {name for name in _patiently(names_in, folder) if name != STATE}
     except OSError as error:
         raise RunFolderError(f"{folder} cannot be read: {error.strerror}") from error
     if state is None:
@@ -406,7 +432,7 @@ def newest(
             silently.
     """
     skipped: list[str] = []
-    for folder in reversed(list_checkpoints(checkpoints)):
+    for folder in reversed(_patiently(list_checkpoints, checkpoints)):
         try:
             checkpoint = load(folder, run, contents=contents)
         except RunFolderError as error:
@@ -414,14 +440,16 @@ def newest(
         else:
             if not (why := damage(checkpoint)):
                 return checkpoint, [
-                    f"{why}; going on from an earlier checkpoint" for why in skipped
+                    f"{why}; the next checkpoint renames this one to {SKIPPED}…; "
+                    "going on from an earlier checkpoint"
+                    for why in skipped
                 ]
         skipped.append(why)
     if skipped:
         raise RunFolderError(
             f"no checkpoint in {checkpoints} is sound, so there is nothing to go on from: "
-            f"{skipped[0]}. Bring one back from a copy; or remove them all, and the run begins "
-            "again at update 0"
+            f"{skipped[0]}. Bring one back from a copy, or resume once it can be read; or remove "
+            "them all, and the run begins again at update 0"
         )
     return None, skipped
 
@@ -450,7 +478,7 @@ def read_last(
 def check_initial(run: RunDir) -> None:
     """Raise `RunFolderError` if the initial weights are not those that the run began with."""
     try:
-        digest = file_sha256(run.initial_weights)
+        digest = _patiently(file_sha256, run.initial_weights)
     except OSError as error:
         raise RunFolderError(f"{run.initial_weights} cannot be read: {error.strerror}") from error
     if digest != run.read_submission().get(INITIAL_DIGEST):
@@ -466,7 +494,7 @@ def initial_state(run: RunDir) -> Checkpoint:
     begun = run.read_submission().get(BRANCH) or {}
     state = run.initial_state / STATE
     try:
-        digest = file_sha256(state)
+        digest = _patiently(file_sha256, state)
     except OSError as error:
         raise RunFolderError(f"{state} cannot be read: {error.strerror}") from error
     if digest != begun.get("sha256"):

@@ -29,6 +29,7 @@ PRIVATE_FILE = 0o600
 BLOCK = 1 << 20
 FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 DISK_PATIENCE_S, DISK_POLL_S = 600.0, 1.0
+READ_PATIENCE_S, READ_POLL_S = 60.0, 5.0  # NFS forgets a stale handle within a minute
 T = TypeVar("T")
 DIGEST = "sha256"  # the last key of a JSON table
 _BEFORE_DIGEST = f'\n "{DIGEST}": "'
@@ -141,17 +142,51 @@ def await_disk_space(action: Callable[[], T], tell: Callable[[str], object]) -> 
     Args:
         tell: gets a sentence about the wait, once.
     """
+
+    def tell_wait(error: OSError) -> None:
+        tell(f"{error}; waiting for space on the disk, for up to {DISK_PATIENCE_S:.0f} s")
+
+    def may_pass(error: OSError) -> bool:
+        return error.errno in FULL_ERRORS
+
+    return _repeat(action, may_pass, tell_wait, DISK_PATIENCE_S, DISK_POLL_S)
+
+
+def await_readable(action: Callable[[], T], tell: Callable[[str], object]) -> T:
+    """Repeat an action that reads, while a file is there but cannot be read (a stale handle, a
+    server that does not answer), for some time. Raises its `OSError` after that.
+
+    Args:
+        tell: gets a sentence about the wait, once.
+    """
+
+    def tell_wait(error: OSError) -> None:
+        tell(f"{error}; reading it again, for up to {READ_PATIENCE_S:.0f} s")
+
+    def may_pass(error: OSError) -> bool:
+        return not isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+
+    return _repeat(action, may_pass, tell_wait, READ_PATIENCE_S, READ_POLL_S)
+
+
+def _repeat(
+    action: Callable[[], T],
+    may_pass: Callable[[OSError], bool],
+    tell_wait: Callable[[OSError], object],
+    patience_s: float,
+    poll_s: float,
+) -> T:
     began, warned = time.monotonic(), False
     while True:
         try:
             return action()
         except OSError as error:
-            if error.errno not in FULL_ERRORS or time.monotonic() - began > DISK_PATIENCE_S:
+            if not may_pass(error) or time.monotonic() - began > patience_s:
                 raise
             if not warned:
-                tell(f"{error}; waiting for space on the disk, for up to {DISK_PATIENCE_S:.0f} s")
+                tell_wait(error)
                 warned = True
-            time.sleep(DISK_POLL_S)
+            time.sleep(poll_s)
 
 
 def is_own(path: Path) -> bool:
@@ -254,14 +289,17 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     write_atomically(path, to_json_text(path.name, value))
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path, read: Callable[[Path], str] = read_text) -> dict[str, Any] | None:
     """Return a JSON file's table; None if there is no such file.
+
+    Args:
+        read: reads its text; raises as `read_text` does.
 
     Raises:
         RunFolderError: it is damaged, a link, or cannot be read.
     """
     try:
-        text = read_text(path)
+        text = read(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

@@ -78,6 +78,93 @@ def test_a_damaged_one_is_passed_over_with_a_sentence_and_later_replaced(tmp_pat
     assert checkpoint.newest(tmp_path)[0].updates == 2
 
 
+@pytest.fixture
+def unreadable(monkeypatch):
+    """By the end of a path: errors of the next times that it is opened or listed."""
+    monkeypatch.setattr("orchestrator.rundir.files.READ_POLL_S", 0.0)
+    errors, calls = {}, {"open": os.open, "scandir": os.scandir}
+
+    def replace(name):
+        def call(path, *arguments, **more):
+            for part, left in errors.items():
+                if str(path).endswith(part) and left:
+                    raise OSError(left[0], os.strerror(left.pop(0)), str(path))
+            return calls[name](path, *arguments, **more)
+
+        monkeypatch.setattr(os, name, call)
+
+    replace("open")
+    replace("scandir")
+    return errors
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EACCES, errno.ETIMEDOUT])
+@pytest.mark.parametrize("part", ["", "/update-000000002", "/state.json", "/weights.safetensors"])
+def test_what_cannot_be_read_for_now_is_read_again(tmp_path, unreadable, number, part):
+    save(tmp_path, 2)
+    unreadable[part or f"/{tmp_path.name}"] = [number] * 3
+    with pytest.warns(match="; reading it again, for up to 60 s") as warned:
+        newest, passed_over = checkpoint.newest(tmp_path)
+    assert (newest.updates, passed_over, len(warned)) == (2, [], 1)
+    assert not any(unreadable.values())
+
+
+@pytest.mark.parametrize("part", ["/state.json", "/weights.safetensors"])
+@pytest.mark.parametrize("next_updates", [2, 3])
+def test_what_could_not_be_read_is_skipped_and_never_removed(
+    tmp_path, monkeypatch, unreadable, part, next_updates
+):
+    save(tmp_path, 1)
+    intact = save(tmp_path, 3)
+    monkeypatch.setattr("orchestrator.rundir.files.READ_PATIENCE_S", 0.0)
+    for aside in ("skipped-update-000000003", "skipped-update-000000003-1"):
+        unreadable[f"{intact.name}{part}"] = [errno.ESTALE] * 1000
+        newest, [sentence] = checkpoint.newest(tmp_path)
+        assert newest.updates == 1
+        assert "cannot be read: Stale file handle; the next checkpoint renames this" in sentence
+        save(tmp_path, next_updates, Engine(b"others"), keep=2)
+        unreadable.clear()
+        kept = [path.name for path in checkpoint.list_checkpoints(tmp_path)]
+        assert kept == ["update-000000001", f"update-{next_updates:09d}"]
+        assert (tmp_path / aside / checkpoint.WEIGHTS).read_bytes() == b"weights"
+        assert checkpoint.newest(tmp_path)[0].updates == next_updates
+        shutil.rmtree(tmp_path / kept[1])
+        intact = save(tmp_path, 3)
+
+
+def test_where_none_can_be_read_nobody_is_told_only_to_remove_them(
+    tmp_path, monkeypatch, unreadable
+):
+    save(tmp_path, 1)
+    monkeypatch.setattr("orchestrator.rundir.files.READ_PATIENCE_S", 0.0)
+    unreadable["/state.json"] = [errno.EIO] * 1000
+    with pytest.raises(RunFolderError, match="or resume once it can be read"):
+        checkpoint.newest(tmp_path)
+
+
+def test_a_damaged_later_one_is_kept_aside(tmp_path):
+    save(tmp_path, 1)
+    damaged = save(tmp_path, 3) / checkpoint.WEIGHTS
+    damaged.write_bytes(b"wrong")
+    save(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "skipped-update-000000003",
+        "update-000000001",
+        "update-000000002",
+    ]
+
+
+def test_weights_that_are_a_link_are_damage_and_not_an_error(tmp_path):
+    save(tmp_path, 1)
+    weights = save(tmp_path, 2) / checkpoint.WEIGHTS
+    weights.rename(tmp_path / "elsewhere")
+    weights.symlink_to(tmp_path / "elsewhere")
+    newest, [sentence] = checkpoint.newest(
+        tmp_path, contents=False, damage=lambda found: found.damage(found.files)
+    )
+    assert (newest.updates, "is a link" in sentence) == (1, True)
+
+
 @pytest.mark.parametrize("name", ["../update-000000001/weights.safetensors", "/etc/hostname"])
 def test_a_state_that_names_files_outside_its_folder_is_damage(tmp_path, name):
     folder = save(tmp_path, 2)
