@@ -177,8 +177,12 @@ def probe_ports(peers: Mapping[Key, Peer], timeout_s: float) -> dict[Key, Port]:
                 selector.register(probe, selectors.EVENT_WRITE, key)
             else:
                 states[key] = _port_state(error)
-        while selector.get_map() and (left_s := until - time.monotonic()) > 0:
-            for ready, _ in selector.select(left_s):
+        in_time = True
+        while selector.get_map() and in_time:
+            # At the end it looks once more: this process may have been kept from its core, while the
+            # peers answered.
+            in_time = (left_s := until - time.monotonic()) > 0
+            for ready, _ in selector.select(max(0.0, left_s)):
                 probe = cast("socket.socket", ready.fileobj)
                 error = probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                 states[ready.data] = _port_state(error)

@@ -192,4 +192,6 @@ def test_ports_are_probed_together_and_closed_ones_are_told_from_silent_ones():
     closed.close()
     peers = {name: Peer("127.0.0.1", port, 0) for name, port in ports.items()}
     assert probe_ports(peers, 1.0) == {"open": Port.OPEN, "closed": Port.CLOSED}
+    late = probe_ports(peers, 0.0)  # as for a process that was kept from its core meanwhile
+    assert late == {"open": Port.OPEN, "closed": Port.CLOSED}
     listener.close()
