@@ -128,6 +128,12 @@ def result(run):
     return json.loads((Path(run) / "result.json").read_text())
 
 
+def contents(run):
+    """Return a run's files by path; of folders the names alone. Its lock is of who holds it."""
+    paths = [path for path in run.rglob("*") if path.name != ".lock"]
+    return {path: path.read_bytes() if path.is_file() else None for path in paths}
+
+
 def records(run):
     """Return the complete updates of metrics.jsonl, in the order of writing."""
     path = Path(run) / "metrics.jsonl"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,6 +27,7 @@ from orchestrator.config.schema import Config
 from orchestrator.errors import (
     EXIT_INTERRUPTED,
     ClusterError,
+    Interrupted,
     RunFolderError,
     RunFolderRemoved,
     UsageError,
@@ -36,8 +38,9 @@ from orchestrator.report.caller import tell_begun
 from orchestrator.report.progress import Progress
 from orchestrator.report.run_tables import print_closing
 from orchestrator.report.terminal import LogReader, command, outlive_reader, say
+from orchestrator.rundir.backup import Backup
 from orchestrator.rundir.best import BestSoFar
-from orchestrator.rundir.files import read_json, write_atomically, write_json
+from orchestrator.rundir.files import read_json, remove, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import Tail, read_metrics, read_progress
 from orchestrator.rundir.outcome import (
@@ -114,7 +117,7 @@ class PreparedRun:
         request: what its cluster was asked to admit, with the number of the start that a person
             asked for.
         handle: of a resumed run, handle.json of its start before.
-        end: of a resumed run, the files that said how it had ended, with their contents.
+        backup: of a resumed run, its folder before.
         replaced: where what was in the run's folder before has been moved.
     """
 
@@ -123,7 +126,7 @@ class PreparedRun:
     request: Request
     output: OutputOptions
     handle: Mapping[str, Any] | None = None
-    end: Mapping[Path, bytes] = field(default_factory=dict[Path, bytes])
+    backup: Backup | None = None
     replaced: Path | None = None
 
     @property
@@ -133,11 +136,11 @@ class PreparedRun:
     @property
     def is_queued(self) -> bool:
         """True once a scheduler knows this start of the run; it may have known earlier ones."""
-        return self.run.read_handle() != self.handle
+        return self.run.read_handle() not in (None, self.handle)
 
     def withdraw(self) -> None:
-        """Remove a new run, and restore what it replaced or the end of a resumed one; unless it has
-        begun, or may be queued.
+        """Remove a new run and restore what it replaced, or put the files of a resumed one back as
+        they were; unless it has begun, or may be queued.
         """
         begun = self.run.attempts_made() > self.request.attempt
         if begun or self.is_queued or self.run.is_being_submitted:
@@ -146,8 +149,14 @@ class PreparedRun:
             self.run.withdraw()
         finally:
             put_back(self.replaced, self.run.path)
-        for file, content in self.end.items():
-            write_atomically(file, content)
+        if self.backup is None or not self.run.path.exists():
+            return
+        try:
+            self.backup.restore()
+        except (OSError, RunFolderError) as error:
+            sentence = f"{self.run.path} is not as it was before this resume: {error}"
+            say(self.output.console, f"warning: {sentence}", "bold red", prose=True)
+            raise
 
 
 def put_back(replaced: Path | None, folder: Path) -> None:
@@ -335,8 +344,14 @@ def _attempt(ready: PreparedRun, number: int) -> tuple[State, bool, Culprit | No
     Returns:
         How it ended, whether at once by request, and by whose fault.
     """
-    with CLUSTERS.wrap_errors(ready.config.cluster.kind, "to start the ranks"):
-        handle = ready.cluster.submit(ready.cluster.request(ready.run.path, number))
+    try:
+        with CLUSTERS.wrap_errors(ready.config.cluster.kind, "to start the ranks"):
+            handle = ready.cluster.submit(ready.cluster.request(ready.run.path, number))
+    except Exception:
+        if number == ready.request.attempt:  # no rank has started, so no attempt has begun
+            with contextlib.suppress(OSError):  # the error itself matters more
+                remove(ready.run.attempt(number))
+        raise
     stopping, notifier = False, Notifier(ready.run)
 
     def stop() -> bool:
@@ -367,11 +382,16 @@ def _attempt(ready: PreparedRun, number: int) -> tuple[State, bool, Culprit | No
 def start_run(ready: PreparedRun) -> int:
     """Train a run here to its end; or queue it, and follow it when `run.watch` says so. Return the
     exit code.
+
+    Raises:
+        Interrupted: by a person, before it was submitted.
     """
     run, output, cluster = ready.run, ready.output, ready.cluster
     if cluster.attended:
         tell_begun(run.path, run.terminal_log)
         return run_to_end(ready)
+    if interrupts.count:
+        raise Interrupted("interrupted: the run was not submitted")
     with CLUSTERS.wrap_errors(ready.config.cluster.kind, "to submit the run"):
         handle = cluster.submit(ready.request)
     tell_begun(run.path, run.terminal_log)

@@ -42,6 +42,7 @@ from orchestrator.plan.recorded_speeds import (
 )
 from orchestrator.plugins import CLUSTERS, TRACKERS
 from orchestrator.report.terminal import command, say
+from orchestrator.rundir.backup import Backup
 from orchestrator.rundir.checkpoints import (
     check_initial,
     initial_state,
@@ -336,24 +337,22 @@ def prepared_resume(
         output.note(resumed.message, prose=True)
         for sentence in (*filter(None, [resumed.warning]), *notes):
             say(output.console, f"warning: {sentence}", "yellow", prose=True)
-        if other_speeds:
-            keep_speeds(config, run)
-        record(run, resumed, attempt, inputs)
-        if admission.notice:
-            write_json(run.submission, {**run.read_submission(), **admission.notice})
-        files = [file for file in (run.cancel, run.pruned, run.result) if file.exists()]
-        end = {file: file.read_bytes() for file in files}
         ready = PreparedRun(
             run=run,
             cluster=cluster,
             request=request,
             output=output,
             handle=run.read_handle(),
-            end=end,
+            backup=Backup.of(run),
         )
-        for file in files:
-            file.unlink()
         try:
+            if other_speeds:
+                keep_speeds(config, run)
+            record(run, resumed, attempt, inputs)
+            if admission.notice:
+                write_json(run.submission, {**run.read_submission(), **admission.notice})
+            for file in (run.cancel, run.pruned, run.result):
+                file.unlink(missing_ok=True)
             yield ready
         except BaseException:
             with contextlib.suppress(OSError, RunFolderError):  # the error itself matters more

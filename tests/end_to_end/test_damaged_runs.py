@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from tests.helpers import SMALL, TINY, call, result, verb
+from tests.helpers import SMALL, TINY, call, contents, result, verb
 
 pytestmark = pytest.mark.whole_runs
 
@@ -26,10 +26,6 @@ def broken_off(tmp_path_factory):
     run = tmp_path_factory.mktemp("damaged") / "run"
     call(*SHAPE, "job.fault=kill", "job.fault_after=19", f"run.dir={run}", code=1)
     return run
-
-
-def contents(run):
-    return {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != ".lock"}
 
 
 def flip(path, find):

@@ -11,7 +11,17 @@ from orchestrator.clusters.api import cluster_of
 from orchestrator.clusters.slurm.client import SlurmClient, accounted_scripts
 from orchestrator.config.composer import compose
 from orchestrator.errors import ClusterError
-from tests.helpers import TINY, await_exit, begin, call, commit, environment, result, until
+from tests.helpers import (
+    TINY,
+    await_exit,
+    begin,
+    call,
+    commit,
+    contents,
+    environment,
+    result,
+    until,
+)
 from tests.slurm import runs
 from tests.slurm.runs import queued, wrapped_sbatch
 
@@ -150,6 +160,30 @@ def test_a_run_that_only_has_to_wait_is_queued_and_can_be_cancelled_and_resumed(
     assert runs.queue_state(mended, runs.job_of(run)) == "PENDING"
     mended.command("scontrol", "update", "nodename=n[0-1]", "state=resume")
     assert runs.wait_over(mended, run)["state"] == "finished"
+
+
+DOWN = "Unable to contact slurm controller"
+
+
+def test_a_refused_resume_leaves_the_run_as_it_was_and_a_lost_answer_is_no_refusal(slurm, tmp_path):
+    """A run that has finished here would go on there."""
+    run = tmp_path / "run"
+    call(*runs.BATCH, *runs.SHAPE, "train.updates=2", f"run.dir={run}", **runs.QUIET, code=0)
+    there = ("+cluster=slurm_dev", f"cluster.slurm_conf={slurm.slurm_conf}", *runs.SHAPE)
+    before = contents(run)
+    for name, code, steps in (
+        ("refusing", 2, ["exit 1"]),
+        ("interrupted", 2, ["kill -INT $PPID", f"echo {DOWN} >&2", "exit 1"]),
+        ("silent", 0, ['sbatch "$@"', "echo Socket timed out >&2", "exit 1"]),
+    ):
+        path = wrapped_sbatch(tmp_path / name, steps).parent
+        where = {"PATH": f"{path}:/usr/bin:/bin", "code": code}
+        done = runs.verb("resume", run, "train.updates=4", *there, **where)
+        assert ("not submitted: interrupted" in done.stderr) == (name == "interrupted")
+        if code:
+            assert contents(run) == before, name
+            assert "has finished already" in runs.verb("resume", run, code=0).stdout
+    assert runs.wait_over(slurm, run)["updates"] == 4
 
 
 # ------------------------------------------------------------------ a submitter that is killed
