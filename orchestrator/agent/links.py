@@ -179,8 +179,7 @@ def probe_ports(peers: Mapping[Key, Peer], timeout_s: float) -> dict[Key, Port]:
                 states[key] = _port_state(error)
         in_time = True
         while selector.get_map() and in_time:
-            # At the end it looks once more: this process may have been kept from its core, while the
-            # peers answered.
+            # At the end it looks once more: peers may have answered while this process had no core.
             in_time = (left_s := until - time.monotonic()) > 0
             for ready, _ in selector.select(max(0.0, left_s)):
                 probe = cast("socket.socket", ready.fileobj)
