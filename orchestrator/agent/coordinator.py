@@ -877,7 +877,7 @@ class Coordinator:
 
     def _leave_sleepers(self, now: float) -> None:
         """Count processes as ended that SIGKILL does not end: asleep in the kernel, they compute
-        nothing any more, and nobody can say when they wake.
+        nothing any more, and may wake at any time or never.
         """
         for worker in self.workers.values():
             killed_at = self._killed_at if self._killed else worker.killed_at

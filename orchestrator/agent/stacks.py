@@ -163,7 +163,7 @@ class ProcessStacks:
 def _size_of(log: Path) -> int:
     try:
         return log.stat().st_size
-    except OSError:  # somebody removed it
+    except OSError:  # it was removed
         return 0
 
 

@@ -1,4 +1,4 @@
-"""What a resume changes in a run's folder before its ranks are placed, to be put back."""
+"""Backup of the files that a resume changes in a run's folder before its ranks are placed."""
 
 from __future__ import annotations
 

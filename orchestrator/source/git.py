@@ -1,4 +1,4 @@
-"""What git says of a folder of source: its commit, differences from it, files that it knows.
+"""A folder of source as git sees it: its commit, differences from it, files that it knows.
 
 Files that hold secrets by their names are left out.
 """

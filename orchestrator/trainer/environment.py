@@ -1,4 +1,4 @@
-"""What a rank runs on: requested devices, and for environment.json versions, machine and code."""
+"""Environment of a rank: requested devices, and for environment.json versions, machine and code."""
 
 from __future__ import annotations
 

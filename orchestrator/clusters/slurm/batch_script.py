@@ -84,7 +84,7 @@ for name in @{TRAPPED}; do
     trap "forward_stop $name" "$name"
 done
 """)
-# "state": "finished" stands there as `to_json_text` writes it.
+# "state": "finished" is searched for as `to_json_text` writes it.
 CHECKS = Shell("""\
 run=@{run}
 refuse_links() {
