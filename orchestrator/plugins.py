@@ -190,7 +190,7 @@ FRAMEWORK_FACTS = PluginKind(
         "mindspore": "orchestrator.engine.mindspore.facts:MindSporeFacts",
     },
 )
-"""Facts about a framework that submitting needs, by the framework's name. Importing them is cheap."""
+"""Facts about a framework that submitting needs, by the framework's name. Their import is cheap."""
 PROGRAM_STYLES = PluginKind(
     key="job.style",
     group="orchestrator.launchers",

@@ -103,7 +103,7 @@ class Request:
         return {
             **clean_environment(os.environ),
             **self.environment,
-            "SLURM_JOB_ID": str(os.getpid()),  # no job's number: only compared (`topology.py`)
+            "SLURM_JOB_ID": str(os.getpid()),  # of no job (`topology.py`)
             "SLURM_JOB_NUM_NODES": str(self.nodes),
             "SLURM_NNODES": str(self.nodes),
             "SLURM_NTASKS": str(self.ranks),
