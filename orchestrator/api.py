@@ -873,7 +873,7 @@ class Sweep:
         )
         rows: list[Record] = []
         for run, status, given in zip(runs, statuses(runs)[0], varying, strict=True):
-            result, settings = run.read_result() or {}, dict(flat(run.read_config()))
+            result, settings = run.read_result() or {}, flat(run.read_config())
             figures: Mapping[str, Any] = result.get("metrics") or status.evaluation
             rows.append(
                 {

@@ -12,7 +12,7 @@ from typing import Any
 from orchestrator.client.loop import Callback, describe_misuse
 from orchestrator.client.record import whole_number
 from orchestrator.config.rules import accumulation_problems
-from orchestrator.config.schema import BOUNDS, Config, plain, unrepresentable_values, value_of
+from orchestrator.config.schema import Config, out_of_bounds, plain, unrepresentable_values
 from orchestrator.errors import ConfigError, PlanError, UsageError, did_you_mean
 from orchestrator.plan.cost import lengths_of
 from orchestrator.plan.order import Shards
@@ -179,9 +179,8 @@ def plan_of(
         setattr(config.train, name, getattr(options, name))
     config.train.samples = options.total_samples
     keys = ("accumulation.ragged", "train.epochs")
-    single = [BOUNDS[key].refusal(key, value_of(config, key)) for key in keys]
-    problems = accumulation_problems(config.accumulation)
-    if refused := [*unrepresentable_values(plain(config)), *filter(None, single), *problems]:
+    problems = [*out_of_bounds(config, keys), *accumulation_problems(config.accumulation)]
+    if refused := [*unrepresentable_values(plain(config)), *problems]:
         raise ConfigError(f"run.windows(): {as_options(refused[0])}")
     try:
         known = JobFacts(

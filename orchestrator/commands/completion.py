@@ -127,7 +127,7 @@ def _values(key: str, config_dir: str | None) -> list[str]:
     groups = _groups(config_dir)
     if name in groups:
         return groups[name]
-    value = dict(flat(plain(Config()))).get(name, "")
+    value = flat(plain(Config())).get(name, "")
     if isinstance(value, bool):
         return ["true", "false"]
     return [] if value in ("", [], {}) else ["null" if value is None else str(value)]

@@ -7,7 +7,7 @@ up to rounding, not in bits. `PLANNED`: the two plans are compared, update by up
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -102,17 +102,19 @@ def _is_path(value: Any) -> bool:
     return isinstance(value, str) and value.startswith(("/", "./", "../", "~"))
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of a nested table; an empty table is a value.
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a nested table's values by dotted key; an empty table is a value.
 
-    >>> dict(flat({"a": {"b": 1, "c": {}}, "d": None}))
+    >>> flat({"a": {"b": 1, "c": {}}, "d": None})
     {'a.b': 1, 'a.c': {}, 'd': None}
     """
+    leaves: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{prefix}{key}.")
+            leaves |= flat(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", value
+            leaves[f"{prefix}{key}"] = value
+    return leaves
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
@@ -124,7 +126,7 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]
     >>> [change.text for change in changes({"optimizer": {}}, {"optimizer": {"name": "adam"}})]
     ['optimizer.name=adam']
     """
-    old, new = dict(flat(before)), dict(flat(after))
+    old, new = flat(before), flat(after)
     return [
         Change(key=key, before=old.get(key), after=new.get(key))
         for key in sorted(old.keys() | new.keys())

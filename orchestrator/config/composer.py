@@ -95,16 +95,17 @@ def _texts(value: Any) -> Iterator[str]:
 
 def refuse_missing(values: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for a value that is OmegaConf's `???`, which marks one to be set."""
-    for key, value in flat(values):
+    for key, value in flat(values).items():
         if value == "???" or (isinstance(value, list) and "???" in value):
             raise ConfigError(f"{key} is ???, so it has to be set: {key}=VALUE")
 
 
 def refuse_null_in_text(composition: DictConfig, values: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for a text such as `${run.name}/log` whose `run.name` is null."""
-    suspects = [key for key, value in flat(values) if any("None" in t for t in _texts(value))]
+    leaves = flat(values)
+    suspects = [key for key in leaves if any("None" in t for t in _texts(leaves[key]))]
     raw: Any = OmegaConf.to_container(composition, resolve=False) if suspects else {}
-    typed = dict(flat(raw))
+    typed = flat(raw)
     for key in suspects:
         text = str(typed.get(key))
         for name in re.findall(r"(?<!\\)\$\{([A-Za-z_][\w.]*)\}", text):
@@ -164,7 +165,7 @@ def _is_shareable(composition: DictConfig, parsed: Sequence[Override]) -> bool:
     own keys in this composition.
     """
     raw: Any = OmegaConf.to_container(composition, resolve=False)
-    composed = dict(flat(raw))
+    composed = flat(raw)
     sweep = str(raw["hydra"]["sweep"])
     identity = str([composed.get(key) for key in IDENTITY])
     if OTHER_OF_HYDRA.search(str({**raw, "hydra": sweep})) or "${." in sweep or "${" in identity:

@@ -186,7 +186,7 @@ class Repository(ConfigRepository):
     def _refuse_unused(self, result: ConfigResult, package: str, name: str) -> None:
         """Raise `ConfigError` for a file's settings of Hydra's that would be ignored."""
         values: Any = OmegaConf.to_container(result.config, resolve=False)
-        settings = [(f"{package}.{key}".lstrip("."), value) for key, value in flat(values)]
+        settings = [(f"{package}.{key}".lstrip("."), value) for key, value in flat(values).items()]
         settings += [
             (str(default.group), default.value)
             for default in result.defaults_list or ()

@@ -64,7 +64,7 @@ def no_such_key(key: str) -> str:
     """
     section, _, leaf = key.rpartition(".")
     usual = plain(Config())
-    known = dict.fromkeys([*usual, *dict(flat(usual)), *GROUPS])
+    known = dict.fromkeys([*usual, *flat(usual), *GROUPS])
     siblings = [k.removeprefix(f"{section}.") for k in known if k.rpartition(".")[0] == section]
     elsewhere = [k for k in known if k.rpartition(".")[2] == leaf]
     tail = did_you_mean(leaf, siblings)
@@ -82,7 +82,7 @@ def key_of_flag(flag: str) -> str | None:
     ('train.epochs', 'accumulation.global_batch', 'train.seed')
     """
     name = flag.lstrip("-").replace("-", "_")
-    keys = dict(flat(plain(Config())))
+    keys = flat(plain(Config()))
     if name in keys:
         return name
     return ELSEWHERE.get(name) or next((k for k in keys if k.rpartition(".")[2] == name), None)

@@ -146,7 +146,7 @@ def render(arguments: Mapping[str, Any], style: str) -> Iterator[str]:
     (['--layers', '1', '2'], ['on=true'])
     """
     bare = style == "bare"
-    for name, value in flat(arguments):
+    for name, value in flat(arguments).items():
         if not NAME.fullmatch(name):
             raise ConfigError(
                 f"job.arguments.{name} is no name of an argument: leave its dashes out, as in "

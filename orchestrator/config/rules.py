@@ -11,7 +11,6 @@ from orchestrator.config.job_source import TargetFacts, check_target
 from orchestrator.config.optimizer import optimizer_problems
 from orchestrator.config.program import is_program, program_problems
 from orchestrator.config.schema import (
-    BOUNDS,
     SLURM_ONLY,
     AccumulationConfig,
     Config,
@@ -22,9 +21,9 @@ from orchestrator.config.schema import (
     gpu_count,
     node_range,
     non_default_values,
+    out_of_bounds,
     plain,
     unrepresentable_values,
-    value_of,
 )
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.plugins import CALLBACKS, FRAMEWORKS
@@ -174,9 +173,8 @@ def steps_whole_parameters(config: Config) -> bool:
 
 def check(config: Config) -> None:
     """Refuse what no plan and no cluster can use. Raises one `ConfigError` for all of it."""
-    single = [bound.refusal(dotted, value_of(config, dotted)) for dotted, bound in BOUNDS.items()]
     # First, before anything is computed from such numbers.
-    _refuse([*unrepresentable_values(plain(config)), *filter(None, single)])
+    _refuse([*unrepresentable_values(plain(config)), *out_of_bounds(config)])
     _refuse([*_any_job(config), *optimizer_problems(config.optimizer)])
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -91,6 +91,14 @@ def bounds_of(schema: Any, prefix: str = "") -> dict[str, Bound]:
         elif is_dataclass(section := item.default_factory):
             bounds |= bounds_of(section, f"{prefix}{item.name}.")
     return bounds
+
+
+def out_of_bounds(config: Config, keys: Iterable[str] = ()) -> list[str]:
+    """Return a sentence for each of these keys (of all that have bounds) whose value is no choice,
+    too little or too much.
+    """
+    sentences = [BOUNDS[key].refusal(key, value_of(config, key)) for key in keys or BOUNDS]
+    return [sentence for sentence in sentences if sentence is not None]
 
 
 def unrepresentable_values(values: Any, dotted: str = "") -> Iterator[str]:

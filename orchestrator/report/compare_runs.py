@@ -64,7 +64,7 @@ def _losses(run: RunDir) -> Iterator[float]:
 
 def differing_settings(a: RunDir, b: RunDir) -> dict[str, list[Any]]:
     """Return the values of each setting that differs, but for places and recipients of messages."""
-    left, right = (dict(flat(run.read_config())) for run in (a, b))
+    left, right = (flat(run.read_config()) for run in (a, b))
     return {
         key: [left.get(key), right.get(key)]
         for key in sorted(left.keys() | right.keys())

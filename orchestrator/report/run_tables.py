@@ -89,7 +89,7 @@ def _rows_of(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _print_rows(rows: Sequence[tuple[str, str]], console: Console) -> None:
     if rows:
-        print_facts(((k, v, "dim" if v.startswith("unknown") else "") for k, v in rows), console)
+        print_facts([(k, v, "dim" if v.startswith("unknown") else "") for k, v in rows], console)
 
 
 def _plan_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:

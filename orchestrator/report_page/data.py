@@ -119,7 +119,7 @@ def data_of(path: Path, *others: Path) -> dict[str, Any]:
             history = read_metrics(run.metrics)
             curves = Curves(len(history.updates), most)
             point = swept_run(run, own, updates=curves.watch(history.updates))
-            config = dict(flat(run.read_config()))
+            config = flat(run.read_config())
             evaluations = _evaluations(thinned(history.evaluations, most))
             runs.append(_run(run, point, submission, curves, evaluations))
         except RunFolderError as error:

@@ -171,7 +171,7 @@ def _data(config: Config) -> Iterator[tuple[str, Path]]:
     Of a job these are its arguments and defaults, of a program's command only files (folders are
     mostly outputs), and in both cases the initial weights.
     """
-    for key, value in flat(config.job):
+    for key, value in flat(config.job).items():
         texts: list[Any] = value if isinstance(value, list) else [value]
         for path in _existing(texts) if key != "command" else ():
             yield f"job.{key}" if texts is not value else f"{path} (job.{key})", path

@@ -141,7 +141,7 @@ def columns_of(run_statuses: Sequence[RunStatus], names: Sequence[str]) -> dict[
                 value = value["value"] if isinstance(value, dict) else value
             else:
                 if settings is None:
-                    settings = dict(flat(RunDir(status.folder).read_config()))
+                    settings = flat(RunDir(status.folder).read_config())
                     known |= settings.keys()
                 value = settings.get(name)
             column.append(value)

@@ -94,7 +94,7 @@ def _counted(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     return {
         k: v
-        for k, v in flat(values)
+        for k, v in flat(values).items()
         if not f"{k}.".startswith(IRRELEVANT_KEYS) and v not in (None, {}, [])
     }
 

@@ -171,7 +171,7 @@ def text_of(value):
 
 
 def test_every_key_has_a_row_with_its_default_and_no_other_has():
-    usual = dict(flat(plain(Config())))
+    usual = flat(plain(Config()))
     documented = {key: default for key, (_, default) in ROWS.items()}
     assert {key: text_of(value).removesuffix(".0") for key, value in usual.items()} == documented
 

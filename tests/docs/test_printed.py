@@ -46,7 +46,7 @@ def test_the_end_of_make_run_is_what_the_readme_shows():
 
 def test_every_setting_in_a_message_exists():
     sections = "accumulation|cluster|facts|schedule|sweep|tracker|train"
-    known = {".".join(key.split(".")[:2]) for key in dict(flat(plain(Config())))}
+    known = {".".join(key.split(".")[:2]) for key in flat(plain(Config()))}
     known |= {"sweep.dir", "sweep.subdir"}  # Hydra's
     named = re.compile(rf"(?<![\w./])(?:{sections})\.(?!py\b)[a-z_]{{3,}}")
     wrong = {
@@ -62,7 +62,7 @@ def test_every_setting_in_a_message_exists():
 
 def test_every_setting_with_a_section_exists():
     sections = {field.name for field in fields(Config)} - {"job", "optimizer", "transport"}
-    known = set(dict(flat(plain(Config()))))
+    known = set(flat(plain(Config())))
     named = re.compile(rf"\+?((?:{'|'.join(sections)})\.[a-z_]+(?:\.[A-Z_a-z]+)*)(?![\w(/])")
     wrong = [
         str(printed)

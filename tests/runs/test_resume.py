@@ -61,7 +61,7 @@ def make_run(tmp_path):
 
 
 def test_every_key_has_a_kind():
-    for key, _ in flat(asdict(Config(job={"x": 1}, optimizer={"name": "sgd"}))):
+    for key in flat(asdict(Config(job={"x": 1}, optimizer={"name": "sgd"}))):
         [change] = changes({key: 1}, {key: 2})
         assert isinstance(change.kind, Kind), key
 
