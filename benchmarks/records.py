@@ -21,7 +21,6 @@ POINTS, QUICK_POINTS = (1_000, 10_000), (100,)
 RECORDS_OF_POINT = 20
 SWEEP = (
     "-m",
-    "job._target_=orchestrator.jobs.line.Line",
     "accumulation.global_batch=16",
     "cluster.nodes=1",
     "cluster.ranks_per_node=1",
@@ -37,6 +36,13 @@ import sys
 from pathlib import Path
 from orchestrator.rundir.metrics import Figures, read_metrics
 Figures(read_metrics(Path(sys.argv[1]) / "metrics.jsonl").updates)
+"""
+STARTER = """\
+import os, sys
+quiet = [(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)]
+pid = os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ, file_actions=quiet)
+_, status, usage = os.wait4(pid, 0)
+print(status, usage.ru_utime + usage.ru_stime, usage.ru_maxrss)
 """
 
 
@@ -77,13 +83,13 @@ def _cost(module: str, *words: str) -> dict[str, float]:
         RuntimeError: it failed.
     """
     command = [sys.executable, *(() if module == "-c" else ("-m",)), module, *words]
-    with Path(os.devnull).open("wb") as nowhere:
-        process = subprocess.Popen(command, stdout=nowhere)
-        _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise RuntimeError(f"ended with {process.returncode}: {command}")
-    return {"cpu_s": usage.ru_utime + usage.ru_stime, "peak_mb": usage.ru_maxrss / 1024}
+    # A process's peak includes what its parent held when it was forked: this one has torch.
+    small = [sys.executable, "-I", "-S", "-c", STARTER, *command]
+    done = subprocess.run(small, stdout=subprocess.PIPE, text=True, check=True)
+    status, cpu_s, peak_kb = map(float, done.stdout.split())
+    if code := os.waitstatus_to_exitcode(int(status)):
+        raise RuntimeError(f"ended with {code}: {command}")
+    return {"cpu_s": cpu_s, "peak_mb": peak_kb / 1024}
 
 
 def _make_run(template: Path, run: Path, updates: int) -> None:

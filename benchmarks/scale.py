@@ -99,7 +99,6 @@ EVENTS: dict[str, Callable[[int], dict[str, float]]] = {
 
 def main(*, quick: bool = False) -> None:
     found = machine()
-    # First: a command's peak memory is at least that of the process that starts it.
     with tempfile.TemporaryDirectory() as folder:
         of_records = records.measured(Path(folder), quick=quick)
     rows = [
