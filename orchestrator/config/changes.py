@@ -71,6 +71,22 @@ KINDS: dict[str, Kind] = {
     "job": Kind.NUMBERS,
     "job.resume_arguments": Kind.FREE,  # say where a program continues from
 }
+# Free, but what a sweep's point records, where it ends and what it runs in depend on them.
+OF_RESULTS = (
+    "cluster.kind",
+    "cluster.gpus_per_node",
+    "cluster.constraint",
+    "cluster.environment",
+    "cluster.preamble",
+    "cluster.container",
+    "cluster.container_runtime",
+    "cluster.options",
+    "train.evaluate_every",
+    "train.keep_best",
+    "train.patience",
+    "train.on_non_finite",
+    "job.resume_arguments",
+)
 OTHER_FOLDER = {"run.dir": "the run is its folder", "run.name": "it names a new run's folder"}
 
 
@@ -87,14 +103,37 @@ class Change:
         """The effect on numbers."""
         if self.key.startswith("job.") and _is_path(self.before) and _is_path(self.after):
             return Kind.FREE  # where data lie; whether they are the same is compared at the start
-        parts = self.key.split(".")
-        prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-        return next(KINDS[prefix] for prefix in prefixes if prefix in KINDS)
+        return _kind_of(self.key)
 
     @property
     def text(self) -> str:
         """The change as it would be typed."""
         return f"{self.key}={'null' if self.after is None else self.after}"
+
+
+def _kind_of(key: str) -> Kind:
+    parts = key.split(".")
+    prefixes = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+    return next(KINDS[prefix] for prefix in prefixes if prefix in KINDS)
+
+
+def values_of_result(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values on which the result of a sweep's point depends, by dotted key; those that
+    are not set are left out.
+
+    >>> values_of_result({"train": {"seed": 1, "keep_every": 5}, "run": {"name": "a"}, "job": {}})
+    {'train.seed': 1}
+    """
+    return {
+        key: value
+        for key, value in flat(values).items()
+        if value not in (None, {}, [])
+        and key not in OTHER_FOLDER
+        and (
+            _kind_of(key) is not Kind.FREE
+            or f"{key}.".startswith(tuple(f"{k}." for k in OF_RESULTS))
+        )
+    }
 
 
 def _is_path(value: Any) -> bool:

@@ -96,7 +96,7 @@ def plan_line(line: CommandLine) -> PlannedRun | PlannedPoints:
         plans = [with_notes(point.plan, point.config) for point in points]
     sentences = _cluster_answers(tasks)
     if any(task.replaces for task in tasks):
-        sentences.append("finished points run again only with --changed")
+        sentences.append("changed points with results or checkpoints run again only with --changed")
     return PlannedPoints(tasks=tasks, plans=plans, sentences=sentences)
 
 

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.clusters.api import class_of
-from orchestrator.config.changes import changes, flat
+from orchestrator.config.changes import changes, values_of_result
 from orchestrator.config.rules import max_concurrent_points
 from orchestrator.config.schema import Config, plain
 from orchestrator.errors import ClusterError, Interrupted, NotNow, RunFolderError, UsageError
 from orchestrator.plugins import CLUSTERS
+from orchestrator.rundir.checkpoints import list_checkpoints
 from orchestrator.rundir.files import make_folder, names_in, write_json, written_together
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import locked
@@ -32,32 +33,6 @@ from orchestrator.units import plural
 
 POINT_RECORD = "cell"  # in submission.json
 POINTS = "points"  # there, too: how many the command had for this folder
-# Sections and keys that say where, when and how long to wait: a result does not depend on them.
-IRRELEVANT_KEYS = (
-    "run.",
-    "sweep.",
-    "facts.",
-    "tracker.",
-    "notify.",
-    "cluster.partition.",
-    "cluster.account.",
-    "cluster.qos.",
-    "cluster.exclude.",
-    "cluster.memory_gib.",
-    "cluster.time_min.",
-    "cluster.signal_ahead_s.",
-    "cluster.requeue.",
-    "cluster.allocation.",
-    "cluster.exclusive.",
-    "cluster.slurm_conf.",
-    "cluster.slurm_flags.",
-    "cluster.srun_flags.",
-    "cluster.interface.",
-    "cluster.rendezvous_timeout_s.",
-    "cluster.collective_timeout_s.",
-    "cluster.heartbeat_timeout_s.",
-    "cluster.hang_timeout_s.",
-)
 
 
 def notes_of(config: Config, overrides: tuple[str, ...]) -> dict[str, Any]:
@@ -66,7 +41,7 @@ def notes_of(config: Config, overrides: tuple[str, ...]) -> dict[str, Any]:
     Args:
         overrides: the point's key; see `Point`.
     """
-    text = json.dumps(_counted(plain(config)), sort_keys=True, default=str)
+    text = json.dumps(values_of_result(plain(config)), sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return {POINT_RECORD: {"of": sorted(overrides), "config": digest}, INPUTS: inputs_of(config)}
 
@@ -81,22 +56,11 @@ def why_changed(
     """
     causes: list[str] = []
     if before[POINT_RECORD].get("config") != now[POINT_RECORD]["config"]:
-        old, new = _counted(run.read_config()), _counted(plain(config))
+        old, new = values_of_result(run.read_config()), values_of_result(plain(config))
         causes += [change.text for change in changes(old, new)] or ["the configuration"]
     inputs = before.get(INPUTS) or {}
     causes += [*differences(run, inputs, config), *other_versions(inputs)]
     return ", ".join(causes) or None
-
-
-def _counted(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that a result depends on, by dotted key; those that are not set are left
-    out.
-    """
-    return {
-        k: v
-        for k, v in flat(values).items()
-        if not f"{k}.".startswith(IRRELEVANT_KEYS) and v not in (None, {}, [])
-    }
 
 
 REPLACED = ".replaced"  # where tasks go that are begun anew, in the sweep's folder
@@ -120,7 +84,7 @@ class PointTask:
         notes: as `notes_of` returns them now.
         changed: what has changed since its run began.
         old: an existing folder, moved aside before the start.
-        replaces: `old` holds a finished run whose inputs have changed since.
+        replaces: `old` holds results or checkpoints, and the inputs have changed since.
         overrides: that a person gave to resume it.
     """
 
@@ -242,7 +206,9 @@ def _task_of_point(
     if status.state not in OVER:
         return replace(task, action=Action.IN_PROGRESS, old=None)
     if changed or force or not status.attempts:
-        return replace(task, replaces=status.state == "finished" and not force)
+        # Who mended the code of a failed point needs no option, unless that costs its updates.
+        loses_updates = status.state == "finished" or bool(list_checkpoints(run.checkpoints))
+        return replace(task, replaces=loses_updates and not force)
     action = Action.NOTHING if status.state == "finished" else Action.RESUME
     return replace(task, action=action, old=None)
 
@@ -271,14 +237,16 @@ def replaced_folder(sweep: Path, name: str) -> Path:
 
 
 def refuse_replacing(tasks: Sequence[PointTask]) -> None:
-    """Raise `ConfigError` if finished points would run again because they have changed."""
+    """Raise `ConfigError` if results or checkpoints would be given up because of changes."""
     wrong: dict[str, list[int]] = {}
     for task in tasks:
         if task.replaces:
-            wrong.setdefault(f"finished, and {task.why}", []).append(task.point.number)
+            progress = "" if task.state == "finished" else " with a checkpoint"
+            sentence = f"{task.state}{progress}, and {task.why}"
+            wrong.setdefault(sentence, []).append(task.point.number)
     ways = (
-        f"--changed runs them again (the old results move to {REPLACED}); another run.dir keeps "
-        f"these results"
+        f"--changed runs them from the start (the old folders move to {REPLACED}); `resume SWEEP "
+        f"--changed` continues unfinished ones; another run.dir keeps these results"
     )
     refuse_points(wrong, tasks[0].point.number, len(tasks), ways)
 

@@ -11,6 +11,7 @@ from orchestrator.clusters.api import Cluster
 from orchestrator.config.command_line import program_overrides, read_command_line
 from orchestrator.config.composer import Composer
 from orchestrator.errors import ClusterError, ConfigError, RunFolderError
+from orchestrator.rundir.checkpoints import folder_of
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import locked
@@ -155,6 +156,13 @@ def test_code_and_data_that_changed_are_named_and_run_again_if_that_is_accepted(
     write_result_again(sweep.run_of(0), State.FAILED)
     write_result_again(sweep.run_of(1), State.FAILED)
     refuse_replacing(sweep.tasks())
+    for state in (State.FAILED, State.STOPPED):  # their updates would be lost
+        write_result_again(sweep.run_of(1), state)
+        folder_of(sweep.run_of(1).checkpoints, 5).mkdir(parents=True, exist_ok=True)
+        assert [task.replaces for task in sweep.tasks()] == [False, True]
+        with pytest.raises(ConfigError, match=r"point 1: .*checkpoint, and changed.*\n--changed"):
+            refuse_replacing(sweep.tasks())
+        refuse_replacing(sweep.tasks(force=True))
 
 
 def test_a_program_is_made_of_the_files_that_its_words_name_but_for_what_it_wrote(
