@@ -182,7 +182,7 @@ def plan(
     """Print who would compute what, without starting anything."""
     del verbose
     from orchestrator.config.command_line import CommandLine, check_overrides, program_overrides
-    from orchestrator.sweep.tables import PlannedPoints, plan_line, show_plan
+    from orchestrator.sweep.planning import PlannedPoints, plan_line, show_plan
 
     given = tuple(overrides or ())
     if program := program_of(context):

@@ -68,8 +68,8 @@ from orchestrator.runs.launcher import Launcher, launch
 from orchestrator.runs.resume import check_own, submission_directory
 from orchestrator.runs.status import cancel, cancel_sweep, read_log, statuses
 from orchestrator.snapshot import code_files
+from orchestrator.sweep.planning import PlannedPoints, PlannedRun, plan_line
 from orchestrator.sweep.sweep import follow_sweep, is_sweep
-from orchestrator.sweep.tables import PlannedPoints, PlannedRun, plan_line
 
 POLL_S = 0.2
 FOLLOW_S = 1.0  # between two looks at all points of a sweep that is followed

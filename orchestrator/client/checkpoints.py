@@ -322,7 +322,7 @@ class Checkpoints(Callback):
 
     def on_checkpoint(self, updates: int, samples: int) -> None:
         if self._state.part() is not None:
-            return
+            return  # `collect`, which all ranks have just called, has begun to write the parts
         began = time.monotonic()
         self.wait()
         about = updates, samples, [list(row) for row in self.speeds]

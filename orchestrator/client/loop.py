@@ -419,6 +419,7 @@ class TrainingLoop:
             # Again: while it evaluated or collected, the others may have continued without it.
             self._call("before_record")
             self._call("on_checkpoint", progress.updates, progress.samples)
+            # Parts that no thread writes are there by now; others mostly at the next boundary.
             saved.complete_parts(wait=last or leaving)
         progress.stopped = leaving
 

@@ -310,7 +310,8 @@ class Windows:
 
     def _each(self) -> Iterator[UserWindow]:
         whole = applied = False
-        self._parts[0].stop()  # from now on a signal waits for the next boundary
+        # The first call sets the handlers of signals, which from now on wait for a boundary.
+        self._parts[0].stop_requested()
         try:
             for window in self._loop:
                 self._window = self._begin(window)
@@ -396,6 +397,7 @@ class Windows:
         self._run.release_signals()
         within = [part.leave() for part in self._parts]
         error = sys.exc_info()[1]
+        # `last_value`: an error that was shown before the interpreter's end closed this generator.
         failed = getattr(sys, "last_value", None) or (error is not None and error.__context__)
         if whole or failed or not isinstance(error, GeneratorExit):
             return

@@ -345,6 +345,7 @@ def split_by_cost(
             share, busiest = [], sum(costs)  # dealt below, once the micro-steps are chosen
         elif in_step:
             share = list(even_parts(len(costs), ranks))
+            # A round lasts as long as its dearest micro-step: dealt by cost, each `ranks`-th.
             busiest = sum(sorted(costs, reverse=True)[::ranks])
         else:
             share = deal(costs, ranks, speeds)

@@ -147,7 +147,7 @@ class LocalQueue:
 
     def __exit__(self, *error: object) -> None:
         for process in self._running:
-            for number in FORWARDED:
+            for number in FORWARDED:  # two interrupts: they end at once, not at a boundary
                 os.kill(process.pid, number)
         self._forwarded = len(FORWARDED)
         give_up = time.monotonic() + LEAVE_S
@@ -306,7 +306,8 @@ def run_here(tasks: Sequence[PointTask], output: OutputOptions) -> dict[Path, Po
         Their ends, by folder: of all, or after an interrupt of those that began.
     """
     room = LocalCapacity(most_at_once([task.point.config for task in tasks], output))
-    alone = not room.holds_two([cluster_of(task.point.config).share for task in tasks])
+    shares = {task.run.path: cluster_of(task.point.config).share for task in tasks}
+    alone = not room.holds_two([*shares.values()])
     waiting = list(tasks)
     varying = only_varying([task.point.overrides for task in tasks])
     labels = {task.run.path: task.point.label(o) for task, o in zip(tasks, varying, strict=True)}
@@ -318,8 +319,13 @@ def run_here(tasks: Sequence[PointTask], output: OutputOptions) -> dict[Path, Po
     ended: dict[Path, PointResult] = {}
     with LocalQueue(output, room, terminal=alone) as queue:
         while True:
+            no_room = set[Share | None]()  # thousands of points that use as much may wait
             for task in list(waiting):
+                share = shares[task.run.path]
+                if share in no_room:
+                    continue
                 if not queue.has_room(task):
+                    no_room.add(share)
                     continue
                 if alone:
                     say(output.console, labels[task.run.path], "bold")

@@ -40,9 +40,9 @@ def update_statuses(runs: Sequence[RunDir], statuses: dict[Path, RunStatus]) -> 
     for conf, members in clusters.items():
         try:
             client = client_of(members[0], conf)
-            ids = sorted({str(statuses[run.path].job_id) for run in members})
+            ids = {str(statuses[run.path].job_id) for run in members}
             if any(run.handle.stat().st_uid != os.getuid() for run in members):
-                jobs = queued(client, ids)
+                jobs = queued(client, sorted(ids))
             else:  # a long list of ids would not fit a command line; a user's own jobs need none
                 own = jobs_of_user(client, os.getuid())
                 jobs = {job_id: job for job_id, job in own.items() if job_id in ids}

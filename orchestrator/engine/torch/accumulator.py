@@ -494,7 +494,7 @@ class Accumulator:
         with self._window.within("boundary()"):
             if tracker is not None:
                 tracker.require_complete()
-                stop = stop or tracker.stop()
+                stop = stop or tracker.stop_requested()
             elif not self._window.open:
                 self._begin(implied_by="boundary()")
             agreed = {**self._window.end(), "expected_weight": self._expected_weight}
@@ -742,7 +742,7 @@ def _back_propagate(total: Tensor, factor: float) -> None:
 
 def _refuse_shared(trained: Named) -> None:
     """Raise `ConfigError` for a parameter that a living accumulator has."""
-    for collected in (False, True):
+    for collected in (False, True):  # what is shared after a collection is refused
         taken = {
             id(parameter) for accumulator in _living for parameter in accumulator.buffers.parameters
         }

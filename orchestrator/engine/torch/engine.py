@@ -545,6 +545,7 @@ class TorchEngine(Engine):
                 group.silence = None
             # HCCL has no float64.
             dtype = torch.float32 if group.transport == "hccl" else torch.float64
+            # In limbs, whose sums are exact in any order (common/boundary.py).
             bits = limb_bits(24 if dtype == torch.float32 else 53, group.size)
             numbers = torch.tensor(sums.numbers(bits), dtype=dtype, device=group.device)
         group.all_reduce_sum(numbers)

@@ -390,7 +390,7 @@ class MicroBatchTracker:
     """
 
     def __init__(self, stop: Callable[[], bool]) -> None:
-        self.stop = stop
+        self.stop_requested = stop
         self.taken = self.computed = 0
         self.report: BoundaryReport | None = None
         self._where: str | None = "before the first window"  # None within one

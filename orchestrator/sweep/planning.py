@@ -1,4 +1,4 @@
-"""The plan of a run, and those of a sweep's points as a table."""
+"""The plan of a line: of a run, or of each point of a sweep, with what a launch would do."""
 
 from __future__ import annotations
 
