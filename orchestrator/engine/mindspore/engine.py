@@ -372,6 +372,8 @@ class MindSporeEngine(Engine):
 
     def _after_update(self, update: int) -> None:
         if after_update := getattr(self._job, "after_update", None):
+            # What it draws is equal on all ranks and after a restart.
+            seed_everything(derived_seed("after", self._settings.seed, update))
             after_update(self._model, update)
         self._rate.check(f"in after_update of update {update}")
 
@@ -382,8 +384,12 @@ class MindSporeEngine(Engine):
         return self._group.all_gather(row).asnumpy().tolist()
 
     def evaluate(self) -> dict[str, float]:
-        with self._in_evaluation():
+        seed_before = ms.get_seed()
+        with self._in_evaluation(), kept_generators():
+            # The same numbers in each, as in `validate`.
+            seed_everything(derived_seed("evaluation", self._settings.seed))
             figures = getattr(self._job, "evaluate", lambda _: {})(self._model)
+            ms.set_seed(seed_before)
         return checked_figures(figures, self._job)
 
     def validate(

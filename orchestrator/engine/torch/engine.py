@@ -380,16 +380,24 @@ class TorchEngine(Engine):
         if self._trains and not self.model.training:
             raise left_in_evaluation(self._job, "model.eval()", "model.train()")
         self._warn_of_counters()
+        if self._window is not None:
+            self._seed("boundary", self._window.update)  # what an optimizer draws
         report = self.accumulator.boundary(stop=stop)
         if self._is_first:
             self._warn_of_changes()
         self.accumulator.learning_rate.keep()  # some optimizers change it themselves
         if report.applied:
             if after_update := getattr(self._job, "after_update", None):
+                # Again, since ranks with shards of an optimizer may have drawn unequally much.
+                self._seed("after", report.update)
                 self._update_job(after_update, report.update)
             self.accumulator.learning_rate.check(f"in after_update of update {report.update}")
         self._window = None
         return report
+
+    def _seed(self, purpose: str, *position: int) -> None:
+        """Seed the generators with what is equal on all ranks and after a restart."""
+        seed_everything(derived_seed(purpose, self._settings.seed, *position))
 
     def _update_job(self, after_update: Callable[[Module, int], None], update: int) -> None:
         """Call the job after an update, and warn once of numbers that it changes in modules."""
@@ -506,10 +514,12 @@ class TorchEngine(Engine):
         return gather_numbers(self._group, numbers)
 
     def evaluate(self) -> dict[str, float]:
-        with self._evaluation(
+        changed = (
             "evaluate() changed %s, and it is called on rank 0 alone, so ranks "
             "would differ: evaluate a copy, as of copy.deepcopy(model)"
-        ):
+        )
+        with kept_random_state(), self._evaluation(changed):
+            self._seed("evaluation")  # the same numbers in each, as in `validate`
             figures = getattr(self._job, "evaluate", lambda _: {})(self.model)
         return checked_figures(figures, self._job)
 

@@ -84,6 +84,48 @@ def test_an_evaluation_that_changes_the_model_is_named_as_that(meddle):
         engine_of(Meddling(meddle)).evaluate()
 
 
+class NoisySGD(torch.optim.SGD):
+    """SGD on gradients with noise."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.add_(torch.randn_like(parameter), alpha=0.1)
+        return super().step(closure)
+
+
+class Drawing(Curve):
+    """Draws `extra` numbers in each micro-step, others in the optimizer, after it, and when it
+    evaluates.
+    """
+
+    def __init__(self, extra):
+        super().__init__()
+        self.extra = extra
+
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        torch.rand(self.extra)
+        return loss
+
+    def optimizer(self, model):
+        return NoisySGD(model.parameters(), lr=0.01)
+
+    def after_update(self, model, update):
+        model[0].weight.add_(torch.randn_like(model[0].weight), alpha=random.random())
+
+    def evaluate(self, model):
+        return {"drawn": float(torch.rand(())) + random.random() + np.random.random()}
+
+
+def test_what_is_drawn_outside_micro_steps_follows_from_the_update_alone():
+    split = assign([SAMPLES], cap=8)
+    [(few, _)], [(many, _)] = (_train(split, Drawing(n), optimizer=None) for n in (0, 5))
+    assert few.weights_sha256() == many.weights_sha256()
+    torch.rand(3)
+    assert few.evaluate() == many.evaluate()
+
+
 class Evaluating(Curve):
     def loss(self, model, batch):
         model.eval()
