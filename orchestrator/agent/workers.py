@@ -364,7 +364,8 @@ class Workers:
             f"it has stood at {seen.where} for {stood_s:.0f} s{does}, "
             f"{describe_stack(seen.stack)}{children}{silent * (age_s >= 2 * BEAT_S)}; "
             f"{shown_log} has its stack",
-            kind=f"standing at {re.sub('[0-9]+', 'n', seen.where)}",
+            # What it does there is part of the news: first it imports, say, then it prepares data.
+            kind=f"standing at {re.sub('[0-9]+', 'n', seen.where + does)}",
         )
 
     def _report_hang(self, worker: Worker, why: str) -> None:

@@ -90,7 +90,7 @@ class TokenBudget:
         value: Any = self.cost(length, samples)
         try:
             cost = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             cost = math.nan
         if not (math.isfinite(cost) and cost > 0):
             raise PlanError(
@@ -275,6 +275,9 @@ def lengths_of(values: Any, samples: int) -> NDArray[np.int64]:
         raise PlanError(
             f"lengths must be whole numbers, but are of {lengths.dtype}: {lengths[:3].tolist()}"
         )
+    if not (lengths < 2**53).all():  # infinity, or more than a float holds exactly
+        first = int(np.flatnonzero(~(lengths < 2**53))[0])
+        raise PlanError(f"lengths must be below 2**53, but sample {first} has {lengths[first]}")
     if lengths.min() < 0:
         first = int(np.flatnonzero(lengths < 0)[0])
         raise PlanError(f"lengths must be 0 or more, but sample {first} has {lengths[first]}")

@@ -383,7 +383,9 @@ def load(folder: Path, run: str | None = None, *, contents: bool = True) -> Chec
     try:
         _patiently(is_folder, folder)
         state = read_json(folder / STATE, lambda path: _patiently(read_text, path))
-        there = {name for name in _patiently(names_in, folder) if name != STATE}
+        # Hidden files are other programs': an editor's, or NFS's of a file that is still open.
+        names = _patiently(names_in, folder)
+        there = {name for name in names if name != STATE and not name.startswith(".")}
     except OSError as error:
         raise RunFolderError(f"{folder} cannot be read: {error.strerror}") from error
     if state is None:

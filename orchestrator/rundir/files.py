@@ -350,20 +350,33 @@ class LineFile:
         self.flush()
 
     def flush(self) -> None:
-        """Append what waits. Raise `OSError` when there is no room for all of it."""
+        """Append what waits. Raise `OSError` when there is no room for all of it, or on another
+        error of the file, which is then opened again at the next call: a network file system's
+        handle may be stale for good.
+        """
         if self._descriptor < 0:
             self._open()
-        while self._waiting:
-            end = os.fstat(self._descriptor).st_size
-            line = self._waiting[0]
-            try:
-                written = os.write(self._descriptor, line)
-                if written < len(line):  # the last bytes there were: once more, for the reason
-                    os.write(self._descriptor, line[written:])
-            except OSError:
+        try:
+            while self._waiting:
+                self._append(self._waiting[0])
+                self._waiting.popleft()
+        except OSError as error:
+            if error.errno not in FULL_ERRORS:
+                with contextlib.suppress(OSError):
+                    os.close(self._descriptor)
+                self._descriptor = -1
+            raise
+
+    def _append(self, line: bytes) -> None:
+        end = os.fstat(self._descriptor).st_size
+        try:
+            written = os.write(self._descriptor, line)
+            if written < len(line):  # the last bytes there were: once more, for the reason
+                os.write(self._descriptor, line[written:])
+        except OSError:
+            with contextlib.suppress(OSError):  # what is left of the line ends at the next one
                 os.ftruncate(self._descriptor, end)
-                raise
-            self._waiting.popleft()
+            raise
 
     def close(self) -> None:
         """Close the file. Raise `OSError` if there was no room for some lines."""

@@ -449,7 +449,8 @@ class Figures:
         for name in self.SUMMED:
             self._counts[name] += len(records)
         self._others.add_all(values["update_s"], values["samples"])
-        self.spans[attempts[0]] = (self.spans[attempts[0]][0], times[-1])
+        began, ended = self.spans[attempts[0]]
+        self.spans[attempts[0]] = (began, max(ended, *times))  # a clock may be set back
         return True
 
     def add(self, record: Record) -> None:
@@ -474,8 +475,8 @@ class Figures:
             times.add(seconds, record.get("samples"))
         self._attempt = attempt
         if time is not None:
-            began = self.spans[attempt][0] if attempt in self.spans else time - (seconds or 0.0)
-            self.spans[attempt] = (began, time)
+            began, ended = self.spans.get(attempt, (time - (seconds or 0.0), time))
+            self.spans[attempt] = (began, max(ended, time))
 
     def total(self, name: str) -> Any:
         """Return the sum of a field; None if no update has it."""

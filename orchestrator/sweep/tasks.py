@@ -23,7 +23,13 @@ from orchestrator.rundir.files import make_folder, names_in, write_json, written
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import locked
 from orchestrator.rundir.status import OVER, RunStatus
-from orchestrator.runs.follow import OutputOptions, PreparedRun, interrupts, put_back
+from orchestrator.runs.follow import (
+    OutputOptions,
+    PreparedRun,
+    handle_of,
+    interrupts,
+    put_back,
+)
 from orchestrator.runs.inputs import INPUTS, differences, inputs_of, other_versions
 from orchestrator.runs.start import prepared_resume, prepared_run, wrap_disk_errors
 from orchestrator.runs.status import statuses
@@ -300,8 +306,7 @@ def prepared_task(task: PointTask, output: OutputOptions) -> Generator[PreparedR
         return
     aside: Path | None = None
     if task.old is not None:
-        aside = replaced_folder(task.old.parent, task.old.name)
-        task.old.rename(aside)
+        aside = _move_aside(task.old, task.state)
     try:
         with prepared_run(
             point.config,
@@ -315,6 +320,22 @@ def prepared_task(task: PointTask, output: OutputOptions) -> Generator[PreparedR
     except BaseException:
         put_back(aside, path)
         raise
+
+
+def _move_aside(old: Path, state: str) -> Path:
+    """Move a run's folder away; return where it is then.
+
+    Raises:
+        RunFolderError: the run is in progress. A point may have been resumed alone since its task
+            was found, and of a damaged folder nobody has asked the scheduler.
+    """
+    run = RunDir(old)
+    if "damaged" in state and (standing := handle_of(run).in_progress()):
+        raise RunFolderError(f"{old} is in progress ({standing}); stop that run first")
+    with locked(run):
+        aside = replaced_folder(old.parent, old.name)
+        old.rename(aside)
+    return aside
 
 
 def submit(tasks: Sequence[PointTask], output: OutputOptions) -> None:

@@ -149,6 +149,7 @@ def test_a_digest_of_costs_tells_cost_functions_apart():
         lambda *_: -1.0,
         lambda *_: None,
         lambda *_: "much",
+        lambda *_: 10**400,
     ],
 )
 def test_a_cost_that_is_no_cost_is_refused(cost):
@@ -168,6 +169,8 @@ def test_a_cost_that_is_no_cost_is_refused(cost):
         (["1", "2", "x"], "whole numbers, but are of"),
         ([[1], [2, 3], [4]], "whole numbers"),
         ([1, float("nan"), 3], "whole numbers"),
+        ([1, float("inf"), 3], r"below 2\*\*53, but sample 1 has inf"),
+        ([1, 2, 2**63], r"below 2\*\*53, but sample 2 has"),
     ],
 )
 def test_lengths_that_are_none_are_refused(values, message):

@@ -240,6 +240,9 @@ def test_without_its_contents_a_checkpoint_is_read_by_the_names_of_its_files(tmp
     assert checkpoint.newest(tmp_path, contents=False)[0].updates == 2
     with pytest.raises(RunFolderError, match=f"{weights} is damaged: its digest"):
         checkpoint.newest(tmp_path)
+    for name in (".state.json.swp", ".nfs000000000"):  # an editor's, and NFS's
+        (folder / name).touch()
+        assert checkpoint.load(folder, contents=False).updates == 2
     (folder / "more").touch()
     with pytest.raises(RunFolderError, match="more is damaged"):
         checkpoint.load(folder, contents=False)

@@ -248,6 +248,22 @@ def test_a_point_that_changed_while_it_is_in_progress_is_refused(sweep):
             sweep.tasks()
 
 
+def test_a_folder_is_not_moved_away_from_a_run_that_has_begun_meanwhile(sweep):
+    write_result_again(sweep.run_of(0), State.FAILED)
+    sweep.edit("# another line\n")
+    task, _ = sweep.tasks()
+    in_progress = pytest.raises(RunFolderError, match="in progress")
+    with locked(task.run), in_progress, prepared_task(task, QUIET):  # it was resumed alone
+        pass
+    assert task.run.result.exists()
+    task.run.submission.write_text("{")
+    damaged, _ = sweep.tasks()
+    assert damaged.action is Action.START
+    with locked(task.run), in_progress, prepared_task(damaged, QUIET):
+        pass
+    assert not (sweep.folder / REPLACED).exists()
+
+
 def test_a_resume_that_is_given_up_leaves_a_point_as_it_ended(sweep):
     write_result_again(sweep.run_of(0), State.STOPPED)
     task, _ = sweep.tasks()

@@ -65,6 +65,27 @@ def test_a_file_that_there_was_no_room_to_make_gets_all_lines_later(tmp_path, mo
     assert (tmp_path / "lines").read_text() == "first\nsecond\n"
 
 
+def test_a_file_whose_handle_is_stale_is_opened_again(tmp_path, monkeypatch):
+    file = LineFile(tmp_path / "lines")
+    file.write("first")
+    stale, real = file._descriptor, os.fstat
+
+    def fstat(descriptor):
+        if descriptor == stale:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(descriptor)
+
+    with monkeypatch.context() as replaced:
+        replaced.setattr(os, "fstat", fstat)
+        with pytest.raises(OSError, match="Stale"):
+            file.write("second")
+        other = os.open(tmp_path, os.O_RDONLY)  # has the old number now
+        file.write("third")
+        file.close()
+        os.close(other)
+    assert (tmp_path / "lines").read_text() == "first\nsecond\nthird\n"
+
+
 PROGRAM = """
 import resource, signal, sys
 from pathlib import Path

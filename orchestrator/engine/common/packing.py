@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from orchestrator.errors import JobError
 
 
@@ -38,6 +40,12 @@ def pack(value: Any, tensors: dict[str, Any], path: str, tensor: type) -> Any:
         entries: list[Any] | tuple[Any, ...] = value
         kind = "tuple" if isinstance(value, tuple) else "list"
         return {kind: [pack(v, tensors, f"{path}.{n}", tensor) for n, v in enumerate(entries)]}
+    if isinstance(value, (np.bool_, np.integer, np.floating)) and not isinstance(
+        value, np.longdouble
+    ):
+        # As from a table of rates. With its type, on which later arithmetic depends.
+        scalar: Any = value.item()
+        return {"numpy": [value.dtype.name, pack(scalar, tensors, path, tensor)]}
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -58,6 +66,9 @@ def unpack(packed: Any, tensors: Mapping[str, Any]) -> Any:
         return tensors[content]
     if kind == "float":
         return float(content)
+    if kind == "numpy":
+        name, scalar = content
+        return np.dtype(name).type(unpack(scalar, tensors))
     if kind == "items":
         return {key: unpack(value, tensors) for key, value in content}
     entries = [unpack(value, tensors) for value in content]

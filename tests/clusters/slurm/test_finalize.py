@@ -574,9 +574,11 @@ def finalized(run, monkeypatch):
     """
 
     def call(*answers, code=143, sent="TERM", restarts=None, unanswered=0):
-        left, asked, pauses = list(answers), [], []
+        left, asked, pauses, this_test = list(answers), [], [], threading.get_ident()
 
         def answer(_, *command, **__):
+            if threading.get_ident() != this_test:  # an earlier test's follower still asks
+                raise SchedulerDown("it is not that one's scheduler")
             if command[0] == "squeue":
                 assert command[command.index("-j") + 1] == "77"
                 return left.pop(0) if len(left) > 1 else left[0]
