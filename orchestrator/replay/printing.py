@@ -56,15 +56,17 @@ def _print_agreement(report: Replayed, agreed: Agreement, console: Console) -> N
     elif agreed.exact:
         say(console, f"{many} recomputed: update {agreed.differing} is the first to differ", style)
     else:
-        say(console, f"{many} recomputed, with reduction=fast: equal up to rounding", style)
+        equal = "equal up to rounding" if agreed.holds else "NOT equal up to rounding"
+        say(console, f"{many} recomputed, with reduction=fast: {equal}", style)
     shown = [f for f in agreed.figures if not (f.is_same and f.name in USUAL)]
     rows = [(NAMES.get(f.name, f.name), _figure_text(f, agreed), "") for f in shown]
-    print_facts([("update", str(number), ""), *rows], console)
+    # Logs count from 1.
+    print_facts([("update", f"{number} (in the log {number + 1})", ""), *rows], console)
     if agreed.weights is not None:
         bits = "the same bits as the run's"
         unlike = f"largest relative difference {agreed.weights_difference:.3e}"
         text = unlike if agreed.weights_difference else bits
-        good = not agreed.weights_difference or not agreed.exact
+        good = not agreed.weights_difference or (agreed.holds and not agreed.exact)
         say(console, f"weights after {agreed.weights} updates: {text}", "green" if good else style)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from orchestrator.config.schema import node_range
 from orchestrator.errors import UsageError
 from orchestrator.replay.agreement import (
     Agreement,
@@ -162,6 +163,15 @@ def _causes(scratch: Scratch, replay: Replay, report: Replayed) -> list[str]:
     """Return what a disagreement may come from: computes the first differing update twice."""
     assert report.agreement is not None  # noqa: S101  # as the caller has seen
     differs = report.agreement.differing
+    if not report.agreement.exact and not scratch.has_shape_of_run():
+        cluster = scratch.recorded.config.cluster
+        shape = f"cluster.nodes={node_range(cluster.nodes)[1]} "
+        shape += f"cluster.ranks_per_node={cluster.ranks_per_node}"
+        other = (
+            "this replay has other micro-batches than the run's ranks, on which batch norm, "
+            f"dropout and padding depend; with {shape} it has theirs"
+        )
+        return [other]
     if differs is None or not report.agreement.exact:
         return []
     scratch.say(f"update {differs} differs from the record; computing it once more, to compare")

@@ -176,14 +176,14 @@ class Scratch:
                 "accumulation.reduction": "fast",
                 "accumulation.micro_batch": 1,
             }
-        elif batch.micro_tokens is None and not self._has_shape_of_run():
+        elif batch.micro_tokens is None and not self.has_shape_of_run():
             sizes = [size for sizes in plan.get("micro_batches") or () for size in sizes]
             own["accumulation.micro_batch"] = plan.get("micro_batch") or max(sizes, default=1)
         if "accumulation.micro_batch" in own:
             own |= {"accumulation.global_batch": plan["global_batch"], "accumulation.steps": None}
         return own
 
-    def _has_shape_of_run(self) -> bool:
+    def has_shape_of_run(self) -> bool:
         """Return whether the user asks for as many ranks as the run's plan has."""
         asked = {key_of(word): word.partition("=")[2] for word in self.overrides}
         nodes, width = (asked.get(f"cluster.{name}", "1") for name in ("nodes", "ranks_per_node"))

@@ -151,6 +151,7 @@ class TorchEngine(Engine):
         if settings.shard_model == "none":
             model = model.to(group.device)
         self.model, norms = with_norms(model, settings.norm)
+        self._replaced_norm = settings.norm if norms else ""
         model_state(self.model)  # refuses at once what a checkpoint cannot hold
         if settings.shard_model != "none":
             from orchestrator.engine.torch.fully_sharded import form_replicate_group, shard_model
@@ -346,6 +347,7 @@ class TorchEngine(Engine):
                 device=self._group.device,
                 precision=self._settings.precision,
                 seed=self._settings.seed,
+                norm=self._replaced_norm,
             )
         # What the graph looks like is a guess, which does not count where the loss was compared.
         if self.accumulator.mean_seen and not self._is_sum:

@@ -70,6 +70,7 @@ class _Computed:
     total: float
     weight: float
     gradient: list[Tensor]
+    metrics: dict[str, float]
 
     def is_finite(self) -> bool:
         return math.isfinite(self.total) and math.isfinite(self.weight)
@@ -109,6 +110,7 @@ def check_samples(
     device: torch.device,
     precision: str,
     seed: int,
+    norm: str = "",
 ) -> bool:
     """Check that a job's samples and losses do not depend on how a batch is split. Not collective.
 
@@ -119,6 +121,7 @@ def check_samples(
         indices: of the samples of a micro-batch.
         precision: see `EngineSettings.precision`.
         seed: of the random numbers that the check draws.
+        norm: what `engine.norm` put in the place of batch norms, if there were any.
 
     Returns:
         Whether the loss was compared, and is a sum.
@@ -147,7 +150,7 @@ def check_samples(
     declared = getattr(job, "talks_in_window", False) or getattr(job, "batch_dependent", False)
     if compiled or declared or len(samples) < 2 or is_coupled(job):
         return False
-    probe = _Probe(job, collate, samples, device, seed)
+    probe = _Probe(job, collate, samples, device, seed, norm)
     computed, failure = False, ""
     for way in _ways(model, precision):
         try:
@@ -217,9 +220,10 @@ class _Probe:
         samples: list[Any],
         device: torch.device,
         seed: int,
+        norm: str,
     ) -> None:
         self._job, self._collate, self._samples = job, collate, samples
-        self._device, self._seed = device, seed
+        self._device, self._seed, self._norm = device, seed, norm
         self.not_finite, self.seen = False, ""
         self._narrowest = _NarrowestDtype()
         self._halves: list[tuple[list[Any], _Computed]] = []
@@ -238,11 +242,16 @@ class _Probe:
                 if self._is_random(way):
                     return False
                 self.seen = str(difference)
+        replaced = (
+            f"engine.norm={self._norm} takes its statistics over padded positions, too, which "
+        )
+        replaced += "may be the reason: use a norm over channels alone in model(). "
         raise JobError(
             f"{type(self._job).__name__}.loss() is not a sum over samples, so updates would depend "
-            f"on how a batch is split: {self.seen}. Give sums, without a mean, maximum or "
-            "normalisation over the micro-batch. If samples need each other, define embed() and "
-            "loss_of_embeddings(). To accept it, set batch_dependent = True in the class"
+            f"on how a batch is split: {self.seen}. {replaced if self._norm else ''}Give sums, "
+            "without a mean, maximum or normalisation over the micro-batch. If samples need each "
+            "other, define embed() and loss_of_embeddings(). To accept it, set batch_dependent = "
+            "True in the class"
         )
 
     def has_same_losses(self, way: _Way) -> bool:
@@ -337,6 +346,7 @@ class _Probe:
                     f"{count - half} of them: it is off by {off:.1g} of its size (computed in "
                     f"{numbers})"
                 )
+        self._warn_of_metrics(whole, again, [left, right], alone, max(tolerance, 1e-5))
         mode = "training" if way.training else "evaluation"
         log.info(
             "%s.loss() of %d samples is the sum of the losses of its parts, to %g (computed in "
@@ -348,6 +358,32 @@ class _Probe:
             mode,
         )
         return True
+
+    def _warn_of_metrics(
+        self,
+        whole: _Computed,
+        again: _Computed,
+        halves: Sequence[_Computed],
+        alone: Sequence[_Computed],
+        tolerance: float,
+    ) -> None:
+        """Warn of metrics that are no sums over samples: no update depends on them, but what is
+        shown and what `train.keep_best` chooses by would depend on the split.
+        """
+        for name, value in whole.metrics.items():
+            if _differ(value, [again.metrics.get(name, math.nan)], tolerance):
+                continue  # it is random
+            for parts in (halves, alone):
+                shares = [part.metrics.get(name, math.nan) for part in parts]
+                if math.isfinite(sum(shares) + value) and _differ(value, shares, tolerance):
+                    warn(
+                        f"{type(self._job).__name__}: metric '{name}' is not a sum over samples: "
+                        f"{value:.6g} for {len(self._samples)} samples, but "
+                        f"{' + '.join(f'{share:.6g}' for share in shares)} for parts of them, so "
+                        "its figures depend on how a batch is split. Give the sum: it is divided "
+                        "by the weight of all samples"
+                    )
+                    break
 
     @contextmanager
     def _mode_of(self, way: _Way) -> Generator[None]:
@@ -385,7 +421,16 @@ class _Probe:
                 trained = [p for p in way.model.parameters() if p.requires_grad]
                 gradient = _gradient_of(loss.total, trained)
         weight = loss.weight.detach() if isinstance(loss.weight, Tensor) else loss.weight
-        return _Computed(float(loss.total.detach()), float(weight), gradient)
+        metrics = {name: _number(value) for name, value in loss.metrics.items()}
+        return _Computed(float(loss.total.detach()), float(weight), gradient, metrics)
+
+
+def _number(value: Any) -> float:
+    """Return a metric as a number; NaN for what is none, which the first micro-step refuses."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return math.nan
 
 
 def _gradient_of(total: Tensor, trained: Sequence[Tensor]) -> list[Tensor]:

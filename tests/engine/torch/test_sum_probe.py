@@ -441,6 +441,54 @@ def test_a_loss_that_is_the_same_in_evaluation_mode_is_not_compared_at_length(re
     assert not recwarn.list
 
 
+class Measured(Everyday):
+    """Args: metrics: of the loss, by name, from what it is given."""
+
+    def __init__(self, **metrics):
+        super().__init__(SUMS["cross_entropy"])
+        self.metrics = metrics
+        self.metric_names = tuple(metrics)
+
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        right = model(batch[0]).softmax(1)[range(len(batch[1])), batch[1]].detach()
+        return Loss(loss.total, loss.weight, {n: of(right) for n, of in self.metrics.items()})
+
+
+def test_a_metric_that_is_no_sum_is_warned_of(recwarn):
+    sums = {"right": torch.Tensor.sum, "size": len, "drawn": lambda _: float(torch.rand(()))}
+    assert first_micro_step(Measured(**sums), 4)._is_sum
+    assert not recwarn.list
+    assert first_micro_step(Measured(accuracy=torch.Tensor.mean, largest=torch.max), 4)._is_sum
+    assert [str(warning.message).split("'")[1] for warning in recwarn.list] == [
+        "accuracy",
+        "largest",
+    ]
+
+
+class Padded(Everyday):
+    """Batch norm over channels of samples that the batch pads to its longest."""
+
+    def model(self):
+        return nn.Sequential(nn.Conv1d(1, 4, 1), nn.BatchNorm1d(4), nn.AdaptiveAvgPool1d(1))
+
+    def collate(self, samples):
+        lengths = [2 + int(sample[1]) for sample in samples]
+        rows = torch.zeros(len(samples), 1, max(lengths))
+        for row, (sample, length) in enumerate(zip(samples, lengths, strict=True)):
+            rows[row, 0, :length] = sample[0][:length]
+        return rows
+
+    def loss(self, model, batch):
+        return Loss((model(batch) ** 3).sum(), len(batch))
+
+
+def test_where_norms_were_replaced_they_may_be_what_is_no_sum():
+    job = Padded(SUMS["cross_entropy"])
+    with pytest.raises(JobError, match=r"engine\.norm=layer takes its statistics over padded"):
+        compute(engine_of(job, norm="layer"), make_window(0, [(0, 4)]))
+
+
 def test_a_random_loss_that_repeats_once_by_chance_is_not_refused():
     calls = []
 
