@@ -132,8 +132,12 @@ def agreement(recorded: RecordedRun, replay: Replay, update: int, *, exact: bool
         except UsageError:  # parts of a model in shards that are no rows
             agreed.weights = None
         else:
-            same = weights.equal_bits
-            agreed.weights_difference = 0.0 if same else weights.max_relative_difference or math.inf
+            largest = weights.max_relative_difference
+            if (
+                exact and not weights.equal_bits
+            ):  # also where only a counter or a zero's sign differs
+                largest = largest or math.inf
+            agreed.weights_difference = largest
     return agreed
 
 

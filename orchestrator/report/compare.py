@@ -15,7 +15,7 @@ from rich.console import Console
 from orchestrator.errors import UsageError
 from orchestrator.report.terminal import literal, new_table, say
 from orchestrator.rundir.tensors import SafetensorsFile, Tensor
-from orchestrator.units import plural
+from orchestrator.units import first_few, plural
 
 PIECE = 1 << 20
 
@@ -35,11 +35,18 @@ class TensorComparison:
     shape: tuple[int, ...]
     dtype: str
 
+    @property
+    def is_counter(self) -> bool:
+        """True for one integer, as batch norm counts its batches: no weight is far from another
+        because it was counted on other ranks.
+        """
+        return self.shape == () and "float" not in self.dtype and "complex" not in self.dtype
+
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two files. `max_relative_difference` is the largest over tensors; 0 when both are all zero,
-    infinite when only the reference is.
+    """Two files. `max_relative_difference` is the largest over tensors but for counters; 0 when
+    both are all zero, infinite when only the reference is. `equal_bits` is about all of them.
     """
 
     max_relative_difference: float
@@ -75,7 +82,7 @@ def compare(a: Path, b: Path) -> Comparison:
     tensors = {name: _compare(weights[name], reference[name]) for name in weights}
     return Comparison(
         max_relative_difference=max(
-            (t.max_relative_difference for t in tensors.values()), default=0.0
+            (t.max_relative_difference for t in tensors.values() if not t.is_counter), default=0.0
         ),
         equal_bits=all(t.equal_bits for t in tensors.values()),
         tensors=tensors,
@@ -136,6 +143,9 @@ def print_comparison(comparison: Comparison, console: Console, *, tensors: bool 
         say(console, f"largest relative difference: {largest} (max|a-b| / max|b|)", "bold")
         unlike = sum(not tensor.equal_bits for tensor in comparison.tensors.values())
         say(console, f"{unlike} of {count} differ in some bit")
+        counters = [n for n, t in comparison.tensors.items() if t.is_counter and not t.equal_bits]
+        if counters:
+            say(console, f"of them counters, not compared above: {first_few(sorted(counters), 3)}")
     if tensors and comparison.tensors:
         table = new_table(("tensor", "shape", "dtype", "relative", "absolute"), right=(3, 4))
         for name, tensor in sorted(

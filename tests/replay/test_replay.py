@@ -170,6 +170,18 @@ def test_a_fast_run_agrees_up_to_rounding_and_on_its_own_ranks_to_the_bit(tmp_pa
     assert same["weights_difference"] == 0.0
 
 
+def test_a_fast_run_whose_ranks_had_other_micro_batches_is_not_called_equal(tmp_path):
+    run = tmp_path / "run"
+    shape = ("cluster.nodes=1", "cluster.ranks_per_node=2", "accumulation.steps=2")
+    words = (TINY, *COMMON, *shape, "accumulation.global_batch=64", "job.dropout=0.2")
+    call(*words, "train.updates=8", f"run.dir={run}", code=0)
+    found = replay(run, "--update", 3, code=1)  # of 48 samples: 12 each, and here 16
+    assert not found["agreement"]["agrees"]
+    assert "cluster.nodes=1 cluster.ranks_per_node=2" in found["why"][0]
+    assert "NOT equal" in verb("replay", run, "--update", 3, code=1).stdout
+    assert replay(run, "--update", 3, "cluster.ranks_per_node=2")["agreement"]["agrees"]
+
+
 def test_three_poisoned_samples_of_ten_thousand_are_listed_first(tmp_path):
     run, update = tmp_path / "run", 25
     order = DataOrder(dataset_samples=10_000, global_batch=60).indices(update).tolist()

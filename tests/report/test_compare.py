@@ -101,6 +101,14 @@ def test_the_largest_tensor_counts_each_by_its_own_scale(folder):
     assert found.tensors["big"].max_relative_difference == pytest.approx(1e-6)
 
 
+def test_a_counter_is_no_weight_that_is_far_from_another(folder):
+    a = {"w": np.array([1.0, 2.0]), "batches": np.array(33), "ids": np.array([7])}
+    found = both(folder, a, {**a, "batches": np.array(66)})
+    assert (found.max_relative_difference, found.equal_bits) == (0.0, False)
+    assert found.tensors["batches"].max_relative_difference == pytest.approx(0.5)
+    assert both(folder, a, {**a, "ids": np.array([14])}).max_relative_difference == 0.5
+
+
 def test_every_bfloat16_has_the_value_of_the_float32_that_it_is_the_upper_half_of(folder):
     bits = np.arange(1 << 16, dtype="<u2")
     path = raw(folder / "narrow", {"w": ("BF16", [bits.size], bits.tobytes())})
