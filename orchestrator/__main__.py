@@ -229,7 +229,7 @@ def resume(
     """
     from orchestrator.rundir.status import find_runs
     from orchestrator.runs.follow import OutputOptions, start_run
-    from orchestrator.runs.start import prepared_resume
+    from orchestrator.runs.resume import prepared_resume
 
     output = OutputOptions(console=Console(), verbose=verbose, quiet=quiet)
     folder = run.absolute()

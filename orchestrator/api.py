@@ -65,7 +65,7 @@ from orchestrator.rundir.outcome import describe_end
 from orchestrator.rundir.status import OVER, UNREADABLE, RunStatus, find_runs, kind_of
 from orchestrator.runs.follow import OutputOptions, follow, handle_of
 from orchestrator.runs.launcher import Launcher, launch
-from orchestrator.runs.resume import check_own, submission_directory
+from orchestrator.runs.recorded import check_own, submission_directory
 from orchestrator.runs.status import cancel, cancel_sweep, read_log, statuses
 from orchestrator.snapshot import code_files
 from orchestrator.sweep.sweep import follow_sweep, is_sweep

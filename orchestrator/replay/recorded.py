@@ -24,7 +24,7 @@ from orchestrator.rundir.checkpoints import Checkpoint, list_checkpoints, load, 
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import History, Record, read_metrics
 from orchestrator.runs.inputs import INPUTS, differences, other_versions
-from orchestrator.runs.resume import check_own, submission_directory
+from orchestrator.runs.recorded import check_own, submission_directory
 
 SPIKE_UPDATES = 32
 """Updates before a jump, whose losses say what is usual."""

@@ -268,10 +268,10 @@ class RestartDecision:
     message: str = ""
 
 
-def decide_restart(
+def grant_restart(
     run: RunDir, attempt: int, culprit: Culprit, *, first: int, most: int
 ) -> RestartDecision:
-    """Decide whether a failed run starts again, and note a restart in the attempt's folder.
+    """Grant a failed run another start, or refuse it; a restart is noted in the attempt's folder.
 
     The launcher (local) or the scheduler (SLURM) starts it. A start that a person asked for gives
     a new allowance; preemption, time limits and lost nodes are no failures of the run.
