@@ -155,8 +155,8 @@ class RecordedRun:
         for update, loss in losses:
             if loss is None or not math.isfinite(loss):
                 return update
-        result = self.run.read_result() or {}
-        if result.get("state") == "failed" and "infinite" in str(result.get("culprit")):
+        failures = self.run.failures(self.run.latest_attempt)
+        if any(failure.get("non_finite") for failure in failures):
             return self.last + 1
         largest, spike = 0.0, None
         for place, (update, loss) in enumerate(losses):

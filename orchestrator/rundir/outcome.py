@@ -97,6 +97,7 @@ def failure_record(
     usage: bool = False,
     replicas_differ: bool = False,
     excluded: bool = False,
+    non_finite: bool = False,
     traceback: str = "",
 ) -> dict[str, Any]:
     """Return the record of a rank's failure, from which the root cause of the run is found.
@@ -106,6 +107,7 @@ def failure_record(
         usage: see `Culprit`.
         replicas_differ: no rank's state may be saved, since it is unknown which is right.
         excluded: the rank computed wrongly, and no process may replace it.
+        non_finite: the loss or a gradient was NaN or infinite.
     """
     return {
         "rank": rank,
@@ -116,6 +118,7 @@ def failure_record(
         "secondary": secondary,
         "replicas_differ": replicas_differ,
         "excluded": excluded,
+        "non_finite": non_finite,
         "traceback": traceback,
     }
 
