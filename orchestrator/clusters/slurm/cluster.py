@@ -34,7 +34,7 @@ _answers: dict[tuple[object, ...], Admission] = {}
 class SlurmCluster(BaseSlurmCluster):
     """The machine's SLURM, or the one of `cluster.slurm_conf`."""
 
-    attended = False
+    attended, supports_survival = False, True
     status_interval_s = 15.0  # administrators ask for at most four calls of squeue a minute
 
     def script(self, run: RunDir, attempt: int, host: SubmitHost) -> str:
