@@ -349,16 +349,20 @@ class Cluster(ClusterFacts, ABC):
         return outcomes
 
     @classmethod
-    def update_statuses(cls, runs: Sequence[RunDir], found: dict[Path, RunStatus]) -> Iterator[str]:
+    def update_statuses(
+        cls, runs: Sequence[RunDir], statuses: dict[Path, RunStatus]
+    ) -> Iterator[str]:
         """Fill in the status of runs that continue alone; yield sentences about failed queries.
 
         Queries runs one by one; a cluster that can be queried for many at once overrides this.
 
         Args:
-            found: the status by the folders alone, by `run.path`.
+            statuses: the status by the folders alone, by `run.path`.
         """
         for run in runs:
-            found[run.path] = status_or_damage(run, partial(cls._status_of, run, found[run.path]))
+            statuses[run.path] = status_or_damage(
+                run, partial(cls._status_of, run, statuses[run.path])
+            )
         yield from ()
 
     @classmethod

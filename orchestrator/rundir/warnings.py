@@ -66,17 +66,17 @@ class _RankWarnings:
 
     def __init__(self, path: Path, rank: int) -> None:
         self._path, self._rank = path, rank
-        self._given: set[str] = set()
+        self._kinds: set[str] = set()
         self._unwritten: deque[bytes] = deque(maxlen=MOST_KINDS)
         self._lock = threading.Lock()  # heartbeats warn from a thread of their own
 
     def warn(self, sentence: str, kind: str, about: About) -> None:
         with self._lock:
-            if len(self._given) >= MOST_KINDS and kind not in self._given:
+            if len(self._kinds) >= MOST_KINDS and kind not in self._kinds:
                 kind = sentence = f"{MOST_KINDS} kinds of warnings came up here; no more are shown"
-            if kind in self._given:
+            if kind in self._kinds:
                 return
-            self._given.add(kind)
+            self._kinds.add(kind)
             self._unwritten.append(_line(self._rank, sentence, kind, about))
             # On a full disk the rest is tried again with the next warning.
             with contextlib.suppress(OSError, RunFolderError):

@@ -119,10 +119,12 @@ class SlurmCluster(BaseSlurmCluster):
         return SlurmHandle(run)
 
     @classmethod
-    def update_statuses(cls, runs: Sequence[RunDir], found: dict[Path, RunStatus]) -> Iterator[str]:
+    def update_statuses(
+        cls, runs: Sequence[RunDir], statuses: dict[Path, RunStatus]
+    ) -> Iterator[str]:
         from orchestrator.clusters.slurm.status import update_statuses
 
-        return update_statuses(runs, found)
+        return update_statuses(runs, statuses)
 
 
 def _describe_long_notice(cluster: ClusterConfig, limit_s: float) -> str:

@@ -234,8 +234,8 @@ def check_same_start(
     error: JobError | None = None
     try:
         check_same_traits(replicate_group, of_replicas, replicate_ranks)
-    except JobError as found:
-        error = found
+    except JobError as difference:
+        error = difference
     # Ranks of other copies fail as well, rather than wait for these in the next collective.
     odd = ranks_where(group, error is not None)
     if error is not None:
