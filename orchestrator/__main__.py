@@ -160,10 +160,10 @@ def run(
     ] = None,
 ) -> None:
     """Start a training program as it is, as in: run cluster.nodes=2 -- train.py --lr 0.1."""
-    given = arguments or []
-    wants_help = not {"-h", "--help"}.isdisjoint(given)
+    words = arguments or []
+    wants_help = not {"-h", "--help"}.isdisjoint(words)
     raise typer.Exit(
-        launch_main([*given, *(program_of(context) or ([] if wants_help else ["--"]))])
+        launch_main([*words, *(program_of(context) or ([] if wants_help else ["--"]))])
     )
 
 
@@ -184,12 +184,12 @@ def plan(
     from orchestrator.config.command_line import CommandLine, check_overrides, program_overrides
     from orchestrator.sweep.planning import PlannedPoints, plan_line, show_plan
 
-    given = tuple(overrides or ())
+    words = tuple(overrides or ())
     if program := program_of(context):
-        given += program_overrides(program[1:], before=given)
-    check_overrides(given, verb="plan", options=options_of(context))
+        words += program_overrides(program[1:], before=words)
+    check_overrides(words, verb="plan", options=options_of(context))
     line = CommandLine(
-        overrides=given, config_dir=config_dir, config_name=config_name, multirun=multirun
+        overrides=words, config_dir=config_dir, config_name=config_name, multirun=multirun
     )
     planned = plan_line(line)
     if not as_json:
@@ -229,7 +229,7 @@ def resume(
     """
     from orchestrator.rundir.status import find_runs
     from orchestrator.runs.follow import OutputOptions, start_run
-    from orchestrator.runs.start import prepared_resume
+    from orchestrator.runs.resume import prepared_resume
 
     output = OutputOptions(console=Console(), verbose=verbose, quiet=quiet)
     folder = run.absolute()
@@ -254,8 +254,8 @@ def new(
     del verbose
     from orchestrator.commands.new import write_project
 
-    made = write_project(folder)
-    say(Console(), f"{made} is written; its README.md says what to type", prose=True)
+    project = write_project(folder)
+    say(Console(), f"{project} is written; its README.md says what to type", prose=True)
 
 
 @verb("status RUN --json")
@@ -291,28 +291,28 @@ def status(
     except RunFolderError as error:  # its runs can be read all the same
         damage.append(str(error))
     unbegun = search is not None and not find_runs(paths[0])
-    found, sentences = statuses([] if unbegun else expand(paths))
+    run_statuses, sentences = statuses([] if unbegun else expand(paths))
     sentences += damage
     if tag is not None:
-        found = [status for status in found if tag in status.tags]
+        run_statuses = [status for status in run_statuses if tag in status.tags]
     names = [name.strip() for name in (columns or "").split(",") if name.strip()]
     if sort is not None:
-        found = sorted_by(found, sort)
+        run_statuses = sorted_by(run_statuses, sort)
         names += [sort.removeprefix("-")] if columns is None else []
-    shown = columns_of(found, names) if names and found else None
+    shown = columns_of(run_statuses, names) if names and run_statuses else None
     console = Console()
     for sentence in sentences:
         say(Console(stderr=True), f"warning: {sentence}", "yellow")
     if as_json:
-        rows = [status.to_json() for status in found]
+        rows = [status.to_json() for status in run_statuses]
         for index, row in enumerate(rows):
             row |= {name: column[index] for name, column in (shown or {}).items()}
         print_json(tables.with_trials(rows, search) if search else rows)
         return
-    if len(paths) == 1 and [status.folder for status in found] == paths and shown is None:
-        tables.print_run(found[0], console)
-    elif found:
-        tables.print_status(found, console, Path.cwd(), shown)
+    if len(paths) == 1 and [status.folder for status in run_statuses] == paths and shown is None:
+        tables.print_run(run_statuses[0], console)
+    elif run_statuses:
+        tables.print_status(run_statuses, console, Path.cwd(), shown)
     elif tag is not None:
         places = ", ".join(map(str, paths)) or "runs/"
         say(console, f"no run has the tag {tag} in {places}")
@@ -366,17 +366,17 @@ def wait(
     from orchestrator.report import status_tables as tables
     from orchestrator.runs.status import expand
 
-    waited_for = [Run(found.path) for found in expand([path.absolute() for path in runs])]
+    waited_for = [Run(run.path) for run in expand([path.absolute() for path in runs])]
     code = EXIT_TIMED_OUT
     try:
         code = wait_for(waited_for, timeout_s)
     except TimeoutError as error:
         say(Console(stderr=True), str(error), "yellow")
-    found = [run.status for run in waited_for]
+    run_statuses = [run.status for run in waited_for]
     if as_json:
-        print_json([status.to_json() for status in found])
+        print_json([status.to_json() for status in run_statuses])
     else:
-        tables.print_status(found, Console(), Path.cwd())
+        tables.print_status(run_statuses, Console(), Path.cwd())
     raise typer.Exit(code)
 
 
@@ -508,8 +508,8 @@ def export(
     if safetensors + torch + dcp > 1:
         raise UsageError("--safetensors, --torch and --dcp exclude one another")
     form = "torch" if torch else "dcp" if dcp else "safetensors"
-    made, updates = open_run(run).export(form, output, best=best)
-    say(Console(), f"{made} is written: the checkpoint after {updates} updates", prose=True)
+    path, updates = open_run(run).export(form, output, best=best)
+    say(Console(), f"{path} is written: the checkpoint after {updates} updates", prose=True)
 
 
 SIGNS = {"good": ("ok", "green"), "note": ("note", "yellow"), "bad": ("BAD", "bold red")}
@@ -541,18 +541,18 @@ def doctor(
     trial = None
     if run:
         trial = OutputOptions(console=Console(stderr=True), verbose=verbose, quiet=True)
-    found = []
+    findings = []
     console = Console()
     for finding in check_machine(*(overrides or ()), config_dir=config_dir, trial=trial):
-        found.append(finding)
+        findings.append(finding)
         if not as_json:
             sign, style = SIGNS[finding.state]
             say(console, f"{sign:<5} {finding.subject + ':':<12} {finding.text}", style)
             if finding.remedy:
                 say(console, f"{'':<18} -> {finding.remedy}")
     if as_json:
-        print_json([asdict(finding) for finding in found])
-    if any(finding.state == "bad" for finding in found):
+        print_json([asdict(finding) for finding in findings])
+    if any(finding.state == "bad" for finding in findings):
         raise typer.Exit(EXIT_FAILED)
 
 
@@ -563,8 +563,8 @@ def main() -> None:
         # A job is imported from the working folder, as ranks do and as with `python -m`; a script
         # has its own folder there instead.
         sys.path[0] = str(Path.cwd())
-    given, program = sys.argv[1:], list[str]()
-    before = list(itertools.takewhile(lambda word: word != "--", given))
+    arguments, program = sys.argv[1:], list[str]()
+    before = list(itertools.takewhile(lambda word: word != "--", arguments))
     try:
         with exit_on_broken_pipe():
             try:
@@ -572,9 +572,9 @@ def main() -> None:
             except OrchestratorError as error:
                 sys.exit(print_error(error))
             if before and before[0] in _with_program:  # typer would take the dashes away
-                given, program = before, given[len(before) :]
+                arguments, program = before, arguments[len(before) :]
             name = "orchestrator" if script else "python -m orchestrator"
-            app(given, prog_name=name, obj=program)
+            app(arguments, prog_name=name, obj=program)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
 

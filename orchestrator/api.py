@@ -65,7 +65,7 @@ from orchestrator.rundir.outcome import describe_end
 from orchestrator.rundir.status import OVER, UNREADABLE, RunStatus, find_runs, kind_of
 from orchestrator.runs.follow import OutputOptions, follow, handle_of
 from orchestrator.runs.launcher import Launcher, launch
-from orchestrator.runs.resume import check_own, submission_directory
+from orchestrator.runs.recorded import check_own, submission_directory
 from orchestrator.runs.status import cancel, cancel_sweep, read_log, statuses
 from orchestrator.snapshot import code_files
 from orchestrator.sweep.planning import PlannedPoints, PlannedRun, plan_line
@@ -180,7 +180,7 @@ def list_runs(folder: str | os.PathLike[str] = "runs") -> list[Run]:
     path = _absolute(folder)
     if not path.is_dir():
         raise RunFolderError(f"there is no folder {path}")
-    return [Run(found) for found in find_runs(path)]
+    return [Run(run) for run in find_runs(path)]
 
 
 def plan_run(
@@ -251,10 +251,10 @@ def _words(
     """Return what was given as words of the command line. Raises `ConfigError`."""
     if isinstance(overrides, str):
         raise ConfigError(f"overrides={overrides!r} is a text; a list is needed: [{overrides!r}]")
-    made: list[str] = []
+    line: list[str] = []
     for word in words:
         if isinstance(word, str):
-            made.append(word)
+            line.append(word)
         elif isinstance(word, list | tuple | Mapping | os.PathLike):
             raise ConfigError(
                 f"a word is a text, as in start(Line, 'train.updates=20'), but this is a "
@@ -262,14 +262,14 @@ def _words(
                 "overrides=[…], the constructor's arguments as job={…}"
             )
         else:
-            made.append(f"job._target_={_name_of(word)}")
-    made += [] if job is None else overrides_of("job", job)
-    if "--" in made:  # what follows is a program's
-        at = made.index("--")
-        if made[at + 1 : at + 2] in (["python"], ["python3"]):
-            made[at + 1] = sys.executable  # this process's, which the path need not have
-        return [*made[:at], *overrides, *made[at:]]
-    return [*made, *overrides]
+            line.append(f"job._target_={_name_of(word)}")
+    line += [] if job is None else overrides_of("job", job)
+    if "--" in line:  # what follows is a program's
+        at = line.index("--")
+        if line[at + 1 : at + 2] in (["python"], ["python3"]):
+            line[at + 1] = sys.executable  # this process's, which the path need not have
+        return [*line[:at], *overrides, *line[at:]]
+    return [*line, *overrides]
 
 
 def _name_of(job: object) -> str:
@@ -297,13 +297,13 @@ def _name_of(job: object) -> str:
             f"the class to a file beside it, say {name.lower()}_job.py, and then: "
             f"from {name.lower()}_job import {name}"
         )
-    found = getattr(sys.modules[module], name, None)
-    if found is not job and isinstance(found, type) and found.__qualname__ == name:
+    present = getattr(sys.modules[module], name, None)
+    if present is not job and isinstance(present, type) and present.__qualname__ == name:
         raise ConfigError(
             f"{name} is older than the class of that name in {module}, which was imported again: "
             f"from {module} import {name} once more"
         )
-    if found is not job:
+    if present is not job:
         raise ConfigError(
             f"ranks cannot import {name} by its name from {module}: a job's class is defined at "
             "the top level of its module"
@@ -720,15 +720,15 @@ def read_newest(run: RunDir, read: Callable[[Checkpoint], Value]) -> Value:
         RunFolderError: there is none, or it is damaged.
     """
     run.existing()
-    found = read_last(run.checkpoints, run.identity, lambda saved: (read(saved),))
-    if found is None:
+    content = read_last(run.checkpoints, run.identity, lambda saved: (read(saved),))
+    if content is None:
         if run.read_plan().get("program"):
             raise RunFolderError(
                 f"{run.path} is a program's, which saves its weights its own way (in "
                 f"{run.checkpoints}, if anywhere here); compare takes a safetensors file"
             )
         raise RunFolderError(f"{run.path} has no weights yet: no checkpoint was written")
-    return found[0]
+    return content[0]
 
 
 def weights_file(path: Path) -> Path:
@@ -807,9 +807,9 @@ class Sweep:
         """Return the state, and after how many seconds it is worth to look again."""
         at_work = is_locked(RunDir(self.folder))
         runs = [RunDir(run.folder) for run in self.runs]
-        found = statuses(runs)[0]
+        run_statuses = statuses(runs)[0]
         interval_s = max((class_of(kind_of(run)).status_interval_s for run in runs), default=0.0)
-        states = {status.state for status in found}
+        states = {status.state for status in run_statuses}
         if at_work or not states <= {*OVER, *UNREADABLE}:
             return "running", interval_s
         if states & {"failed", "lost", *UNREADABLE}:
@@ -867,18 +867,21 @@ class Sweep:
         state, and its final figures, held-out ones as `held_out.NAME`.
         """
         runs = [RunDir(run.folder) for run in self.runs]
-        stated = [run.read_submission().get("overrides") or () for run in runs]
+        recorded = [run.read_submission().get("overrides") or () for run in runs]
         varying = only_varying(
-            [current_overrides(run, given) for run, given in zip(runs, stated, strict=True)]
+            [
+                current_overrides(run, overrides)
+                for run, overrides in zip(runs, recorded, strict=True)
+            ]
         )
         rows: list[Record] = []
-        for run, status, given in zip(runs, statuses(runs)[0], varying, strict=True):
+        for run, status, overrides in zip(runs, statuses(runs)[0], varying, strict=True):
             result, settings = run.read_result() or {}, flat(run.read_config())
             figures: Mapping[str, Any] = result.get("metrics") or status.evaluation
             rows.append(
                 {
                     "folder": str(run.path),
-                    **{key: settings.get(key, text) for key, text in given.items()},
+                    **{key: settings.get(key, text) for key, text in overrides.items()},
                     "state": status.state,
                     "updates": status.updates,
                     "loss": result.get("loss", status.loss),

@@ -49,11 +49,11 @@ class PluginKind:
         if name in self.besides:
             return None
         theirs = _entry_points(self.group)
-        found = [entry for entry in theirs if entry.name == name]
-        if len(found) > 1:
-            packages = " and ".join(sorted(_package(entry) for entry in found))
+        registered = [entry for entry in theirs if entry.name == name]
+        if len(registered) > 1:
+            packages = " and ".join(sorted(_package(entry) for entry in registered))
             return f"{self.key}={name} is registered by {packages}; uninstall all of them but one"
-        if found:
+        if registered:
             return None
         known = list(dict.fromkeys([*self.besides, *self.ours, *(e.name for e in theirs)]))
         meant = nearest(str(name), known)
@@ -73,14 +73,14 @@ class PluginKind:
         """
         if name in self.besides:
             raise ConfigError(f"{self.key}={name} names no class; known are {', '.join(self.ours)}")
-        found, source = self._load(name)
+        plugin, source = self._load(name)
         if source is None:
-            return found
-        if not (isinstance(found, type) and issubclass(found, base)):
+            return plugin
+        if not (isinstance(plugin, type) and issubclass(plugin, base)):
             raise ConfigError(f"{source} is no subclass of {base.__module__}.{base.__qualname__}")
-        if lacking := sorted(getattr(found, "__abstractmethods__", ())):
+        if lacking := sorted(getattr(plugin, "__abstractmethods__", ())):
             raise ConfigError(f"{source} has no {' and no '.join(lacking)}")
-        return found
+        return plugin
 
     def load_function(self, name: str) -> Callable[..., Any]:
         """Return the function that `name` names.
@@ -88,10 +88,10 @@ class PluginKind:
         Raises:
             ConfigError: no plug-in has that name, or its package cannot provide it.
         """
-        found, source = self._load(name)
-        if not callable(found):
+        plugin, source = self._load(name)
+        if not callable(plugin):
             raise ConfigError(f"{source or name} is no function")
-        return found
+        return plugin
 
     def _load(self, name: str) -> tuple[Any, str | None]:
         """Return what `name` names, and how to call a third party's in messages; None for ours."""

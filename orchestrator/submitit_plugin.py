@@ -544,7 +544,7 @@ def follow(folder: Path, limit_s: float, ahead_s: float, arguments: Sequence[str
     from orchestrator.errors import EXIT_STOPPED
     from orchestrator.launch import main as launch
     from orchestrator.runs.follow import OutputOptions, start_run
-    from orchestrator.runs.start import prepared_resume
+    from orchestrator.runs.resume import prepared_resume
 
     job_id, preempted = str(os.getpid()), False
     paths = JobPaths(folder, job_id=job_id, task_id=0)

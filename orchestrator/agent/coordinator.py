@@ -50,7 +50,7 @@ from orchestrator.rundir.generations import (
 )
 from orchestrator.rundir.metrics import read_progress
 from orchestrator.rundir.outcome import Culprit, State
-from orchestrator.rundir.warnings import warn_of
+from orchestrator.rundir.warnings import About, warn_of
 
 log = logging.getLogger(__name__)
 
@@ -616,7 +616,7 @@ class Coordinator:
             ends = f"; the run is ended after {limit_s:g} s of this (cluster.{key}_timeout_s)"
             if all_idle and len(alive) == 1:
                 ends = ""  # no other rank waits for it: a program may wait for the outside world
-            self._warn(0, describe(seen, seconds) + ends)
+            self._warn(0, describe(seen, seconds) + ends, about="run")
         if seconds < limit_s or (all_idle and len(alive) == 1):
             return
         blamed = self.workers[late_rank(seen)] if all_idle else alive[0]
@@ -720,9 +720,9 @@ class Coordinator:
             culprit, {worker.rank: worker.seen.waits for worker in self.workers.values()}
         )
 
-    def _warn(self, rank: int, sentence: str) -> None:
-        index = self._spec.node_of(rank)
-        warn_of(self._run.warnings(self._spec.attempt, index), rank, sentence)
+    def _warn(self, rank: int, sentence: str, about: About = "rank") -> None:
+        path = self._run.warnings(self._spec.attempt, self._spec.node_of(rank))
+        warn_of(path, rank, sentence, about=about)
 
     # ------------------------------------------------------------------ restarts of workers
     # A new process asks the training workers to join at a boundary. None is started where none

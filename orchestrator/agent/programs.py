@@ -49,7 +49,7 @@ from orchestrator.rundir.program_link import (
     read_number,
     write_number,
 )
-from orchestrator.rundir.warnings import warn_of
+from orchestrator.rundir.warnings import About, warn_of
 
 log = logging.getLogger(__name__)
 
@@ -208,7 +208,8 @@ class RankProgram:
         if 0 < len(missing) < len(ranks):
             self._warn(
                 f"asked to stop, but rank {', '.join(missing)} never called should_stop, as all "
-                f"ranks must after every update; the stop waits for that"
+                f"ranks must after every update; the stop waits for that",
+                about="run",
             )
 
     def _judge_progress(self, now: float, port: int) -> None:
@@ -300,10 +301,11 @@ class RankProgram:
     def _processes(self) -> list[int]:
         return [self._pid, *descendants(self._pid)]
 
-    def _warn(self, sentence: str) -> None:
+    def _warn(self, sentence: str, about: About = "rank") -> None:
         """Warn in the rank's log and in its node's file, as ranks of a job do."""
         self._write_line(f"warning: {sentence}")
-        warn_of(self._run.warnings(self._spec.attempt, self._spec.index), self._rank, sentence)
+        path = self._run.warnings(self._spec.attempt, self._spec.index)
+        warn_of(path, self._rank, sentence, about=about)
 
     def _write_line(self, line: str = "") -> None:
         """Append a line to the rank's log, after the end of the program's last one."""
@@ -340,7 +342,7 @@ class RankProgram:
         if self._stop_sent is not None or (status == 0 and agreed):
             if status not in (0, -signal.SIGTERM, -self._signal):
                 with _log_file_errors():
-                    self._warn(f"asked to stop, the program {describe_end(status)}")
+                    self._warn(f"asked to stop, the program {describe_end(status)}", about="run")
             with _log_file_errors():
                 stale = Fence(self._run.newest_attempt, spec.attempt).is_stale
                 ends = self._run.cancel.exists() or self._run.departure(spec.attempt).exists()

@@ -417,10 +417,10 @@ class Workers:
                 self._write_log(worker.rank, "\n".join(lines))
 
     def warn(self, rank: int, sentence: str, *, kind: str | None = None) -> None:
-        """Warn for a rank, in its log and in its node's file."""
+        """Warn about a rank, in its log and in its node's file."""
         self._write_log(rank, f"warning: {sentence}")
         path = RunDir(self._spec.run).warnings(self._spec.attempt, self._spec.index)
-        warn_of(path, rank, sentence, kind=kind)
+        warn_of(path, rank, sentence, kind=kind, about="rank")
 
     def _log_of(self, rank: int) -> Path:
         return RunDir(self._spec.run).rank_log(rank)

@@ -11,5 +11,3 @@ UPDATES = "TRAINING_AUDIT_UPDATES"  # how many; empty: 8, or up to the end of th
 FAKE_CUDA = "TRAINING_AUDIT_FAKE_CUDA"
 FILES = "files"
 """The scratch folder's name, in the folder that holds that of the records."""
-OWN_RANKS = "the script starts its ranks by itself"
-"""How the observation of such a script ends."""

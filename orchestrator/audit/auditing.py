@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from orchestrator.agent.root_cause import tail
-from orchestrator.audit import FAKE_CUDA, FILES, FOLDER, OWN_RANKS, UPDATES
+from orchestrator.audit import FAKE_CUDA, FILES, FOLDER, UPDATES
 from orchestrator.audit.faults import FAULTS
 from orchestrator.audit.judge import (
     ESSENTIAL,
@@ -262,9 +262,9 @@ def _judge(
         result.reason = failed or "the script did not start on all ranks"
         return
     traces = [read_trace(traces_in, rank) for rank in range(result.ranks)]
-    ends = [str(trace.end.get("end")) for trace in traces]
-    if refused := next((end for end in ends if end.startswith(OWN_RANKS)), None):
-        result.reason = refused
+    refusals = [str(trace.end["end"]) for trace in traces if trace.end.get("refused")]
+    if refusals:
+        result.reason = refusals[0]
         return
     if not any(trace.windows for trace in traces):
         backwards = max(int(trace.end.get("backwards", 0)) for trace in traces)

@@ -37,7 +37,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from orchestrator.audit import FAKE_CUDA, FILES, FOLDER, OWN_RANKS, UPDATES
+from orchestrator.audit import FAKE_CUDA, FILES, FOLDER, UPDATES
 from orchestrator.audit.judge import CLIPPED_WHILE_SCALED, Array
 from orchestrator.audit.loss_graph import LossGraph, is_compiled, read_loss
 from orchestrator.audit.scratch import CopyOnWrite
@@ -618,14 +618,15 @@ class Observer:
         self.lines.write(json.dumps(record) + "\n")
         self.lines.flush()
 
-    def finish(self, why: str) -> None:
-        """Write down the end, once."""
+    def finish(self, why: str, *, refused: bool = False) -> None:
+        """Write down the end, once. `refused`: the script cannot be observed, as `why` says."""
         if self.ended or os.getpid() != self.pid:
             return
         self.ended = True
         self.recorder.stop()
         self._write(
             end=why,
+            refused=refused,
             backwards=self.backwards,
             loaders=self.loaders,
             probes=[probe.to_json() for probes in self.probes.values() for probe in probes],
@@ -897,6 +898,13 @@ def observe_job(rank: int) -> Generator[None]:
         observer.finish(why)
 
 
+class OwnRanksRefused(SystemExit):
+    """The end of a script that starts its ranks in a way that cannot be observed."""
+
+    def __init__(self, way_out: str) -> None:
+        super().__init__(f"the script starts its ranks by itself{way_out}")
+
+
 def _replace_own_ranks(observer: Observer) -> None:
     """Let this process be one of the ranks that the script would start, and count the others."""
     mp: Any = importlib.import_module("torch.multiprocessing")
@@ -905,8 +913,8 @@ def _replace_own_ranks(observer: Observer) -> None:
     ranks, local = (int(os.environ.get(n, "1")) for n in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
 
     def refuse(*_: Any, **__: Any) -> None:
-        raise SystemExit(
-            f"{OWN_RANKS}: let audit start them (they have torchrun's variables), as in "
+        raise OwnRanksRefused(
+            ": let audit start them (they have torchrun's variables), as in "
             "audit cluster.ranks_per_node=2 -- train.py"
         )
 
@@ -916,8 +924,8 @@ def _replace_own_ranks(observer: Observer) -> None:
         if not join or ranks != local:
             refuse()
         if nprocs != ranks:
-            raise SystemExit(
-                f"{OWN_RANKS}, {nprocs} of them, and the audit {ranks}: "
+            raise OwnRanksRefused(
+                f", {nprocs} of them, and the audit {ranks}: "
                 f"audit cluster.ranks_per_node={max(nprocs, 1)} -- train.py"
                 + ("" if os.environ.get(FAKE_CUDA) else " (--fake-cuda shows as many GPUs)")
             )
@@ -940,7 +948,7 @@ def main(argv: list[str]) -> None:
     """Run a script (or, after -m, a module) as `python` would, observed."""
     observer = start(int(os.environ.get("RANK", "0")))
     _replace_own_ranks(observer)
-    why = "the script returned"
+    why, refused = "the script returned", False
     try:
         if argv[0] == "-m":
             sys.argv = argv[1:]
@@ -951,8 +959,8 @@ def main(argv: list[str]) -> None:
             sys.path.insert(0, str(Path(argv[0]).resolve().parent))
             runpy.run_path(argv[0], run_name="__main__")
     except SystemExit as error:
-        if str(error.code).startswith(OWN_RANKS):
-            why = str(error.code)
+        if isinstance(error, OwnRanksRefused):
+            why, refused = str(error.code), True
             raise SystemExit(0) from None
         if error.code not in (None, 0):
             why = f"the script exited with {error.code}"
@@ -961,4 +969,4 @@ def main(argv: list[str]) -> None:
         why = f"the script failed: {type(error).__name__}: {error}"
         raise
     finally:
-        observer.finish(why)
+        observer.finish(why, refused=refused)

@@ -177,6 +177,7 @@ class MeasuredSpeeds:
                 f"it works at {speeds[self.rank]:.2f} of the ranks' mean speed, and is given less "
                 f"to do ({self.setting}); its node, {node_name()}, may be throttled or shared",
                 kind="a slow rank",
+                about="rank",
             )
         if max(times) > WORTH * sum(before) / sum(speeds):
             self.changes.append((done + self.ahead, speeds))

@@ -68,10 +68,8 @@ class Part:
         try:
             if self._background:
                 self._state.take()
-            self.extra = self._state.save_state(self.folder)
-            if self._number >= 0:
-                name = checkpoint.part_name(self._number)
-                self._digest = checkpoint.synced_digests([self.folder / name])[name]
+            self.extra, files = checkpoint.write_part(self.folder, self._state, self._number)
+            self._digest = next(iter(files.values()), "")
         except OSError as error:
             self._error = error.errno or errno.EIO
         except Exception as error:  # noqa: BLE001  # raised by the main thread
@@ -274,10 +272,14 @@ class Checkpoints(Callback):
         if failed is None:
             updates = part.about["updates"]
             try:
-                state = {**part.about, "files": files, "extra": part.extra}
                 with declared("it completes the checkpoint after update %d", updates):
                     checkpoint.commit_checkpoint(
-                        part.folder, state, keep=self._keep, keep_every=self._keep_every
+                        part.folder,
+                        part.about,
+                        files,
+                        part.extra,
+                        keep=self._keep,
+                        keep_every=self._keep_every,
                     )
             except OSError as error:
                 failed = error

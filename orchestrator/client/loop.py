@@ -102,8 +102,10 @@ class Callback:
         """Handle a checkpoint that is due after so many updates. Not collective."""
 
 
-IN_CALLBACK = "in the callback "
-"""Begins the note on an exception that a callback has raised."""
+class CallbackNote(str):
+    """The note on an exception that a callback has raised."""
+
+    __slots__ = ()
 
 
 def describe_misuse(callbacks: Any, source: str, example: str) -> str | None:
@@ -378,7 +380,7 @@ class TrainingLoop:
                 answers.append(getattr(callback, method)(*values))
             except Exception as error:
                 # A note keeps the exception's class, by which callers tell a lost peer from a bug.
-                error.add_note(f"{IN_CALLBACK}{type(callback).__name__}.{method}")
+                error.add_note(CallbackNote(f"in the callback {type(callback).__name__}.{method}"))
                 raise
         return answers
 

@@ -12,7 +12,13 @@ from typing import Any
 from orchestrator.client.loop import Callback, describe_misuse
 from orchestrator.client.record import whole_number
 from orchestrator.config.rules import accumulation_problems
-from orchestrator.config.schema import Config, out_of_bounds, plain, unrepresentable_values
+from orchestrator.config.schema import (
+    BOUNDS,
+    Config,
+    out_of_bounds,
+    plain,
+    unrepresentable_values,
+)
 from orchestrator.errors import ConfigError, PlanError, UsageError, did_you_mean
 from orchestrator.plan.cost import lengths_of
 from orchestrator.plan.order import Shards
@@ -21,19 +27,34 @@ from orchestrator.plan.plan import Plan
 from orchestrator.plan.recorded_speeds import SpeedChanges, speeds_for
 
 _SECTIONS = re.compile(r"\b(?:accumulation|train)\.(?=[a-z_]+\b)")
+_PLANNED = {
+    "global_batch": "accumulation.global_batch",
+    "steps": "accumulation.steps",
+    "micro_batch": "accumulation.micro_batch",
+    "micro_tokens": "accumulation.micro_tokens",
+    "pad_to": "accumulation.pad_to",
+    "batch_schedule": "accumulation.batch_schedule",
+    "balance": "accumulation.balance",
+    "ragged": "accumulation.ragged",
+    "updates": "train.updates",
+    "epochs": "train.epochs",
+    "total_samples": "train.samples",
+    "seed": "train.seed",
+}
+"""The key of the configuration that an option sets for the plan."""
+_KEYS = {
+    **_PLANNED,
+    "checkpoint_every": "train.checkpoint_every",
+    "keep_checkpoints": "train.keep_checkpoints",
+    "keep_every": "train.keep_every",
+}
 _LEAST = {
-    "global_batch": 1,
-    "steps": 1,
-    "micro_batch": 1,
-    "micro_tokens": 1,
-    "pad_to": 1,
-    "updates": 1,
-    "total_samples": 1,
-    "seed": 0,
     "first": 0,
-    "checkpoint_every": 0,
-    "keep_checkpoints": 1,
-    "keep_every": 1,
+    **{
+        name: int(least)
+        for name, key in _KEYS.items()
+        if key in BOUNDS and (least := BOUNDS[key].least) is not None
+    },
 }
 _KINDS: Mapping[str, tuple[Any, str]] = {
     "state": (Mapping, "state={'rate': scheduler}"),
@@ -164,20 +185,9 @@ def plan_of(
     config.cluster.nodes, config.cluster.ranks_per_node = 1, ranks
     config.accumulation.reduction = reduction
     config.engine.shard_model = "all" if in_step else "none"
-    for name in (
-        "global_batch",
-        "batch_schedule",
-        "steps",
-        "micro_batch",
-        "micro_tokens",
-        "pad_to",
-        "balance",
-        "ragged",
-    ):
-        setattr(config.accumulation, name, getattr(options, name))
-    for name in ("updates", "epochs", "seed"):
-        setattr(config.train, name, getattr(options, name))
-    config.train.samples = options.total_samples
+    for name, key in _PLANNED.items():
+        section, _, setting = key.partition(".")
+        setattr(getattr(config, section), setting, getattr(options, name))
     keys = ("accumulation.ragged", "train.epochs")
     problems = [*out_of_bounds(config, keys), *accumulation_problems(config.accumulation)]
     if refused := [*unrepresentable_values(plain(config)), *problems]:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from orchestrator.client.record import figures, whole_number
 from orchestrator.client.stop import Stop
@@ -204,7 +204,8 @@ class CurrentRun:
                 file.write(activity)
         except OSError as error:
             self._warn(
-                f"its agent cannot learn that this rank saves: {path.name}: {error.strerror}"
+                f"its agent cannot learn that this rank saves: {path.name}: {error.strerror}",
+                about="rank",
             )
 
     def record(self, record: Mapping[str, Any]) -> None:
@@ -222,14 +223,14 @@ class CurrentRun:
                     "and follow as soon as there is room"
                 )
 
-    def _warn(self, sentence: str) -> None:
+    def _warn(self, sentence: str, about: Literal["rank", "run"] = "run") -> None:
         """Warn, as the ranks of a job do: on the console and in the run folder."""
         from orchestrator.rundir import warnings  # most programs never need it
 
         if self._warnings is not None:  # until the first warning
             warnings.warn_into(self._warnings, self.rank)
             self._warnings = None
-        warnings.warn(sentence)
+        warnings.warn(sentence, about=about)
 
     def _begin(self, call: str) -> bool:
         """Return whether there is a run. Raises `JobError` where the call is not allowed."""

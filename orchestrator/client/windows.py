@@ -50,7 +50,7 @@ from orchestrator.engine.common import waiting
 from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.engine.torch import loader
 from orchestrator.engine.torch.accumulator import Accumulator, only_accumulator
-from orchestrator.engine.torch.consistency_checks import check_same_traits
+from orchestrator.engine.torch.consistency_checks import Trait, check_same_traits
 from orchestrator.engine.torch.engine import peak_memory_bytes
 from orchestrator.engine.torch.group import bytes_of, gather_numbers
 from orchestrator.engine.torch.model import (
@@ -612,7 +612,8 @@ def windows_of(
     traits["the recorded speeds (their digest)"] = zlib.crc32(repr(recorded_speeds).encode())
     traits |= {"checkpoints": options.checkpoints is not None, "state": sorted(options.state)}
     if group.size > 1:
-        check_same_traits(group, [(f"{n} of run.windows()", repr(v)) for n, v in traits.items()])
+        named = [Trait(f"{name} of run.windows()", repr(v)) for name, v in traits.items()]
+        check_same_traits(group, named)
     if run:
         node = int(os.environ.get("GROUP_RANK", "0"))
         warn_into(RunDir(run.folder).warnings(run.attempt, node), group.rank)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from orchestrator.config.reading import NoOptions, options_of
-from orchestrator.config.rules import planned_survival, with_survival
+from orchestrator.config.rules import ClusterFacts, planned_survival, with_survival
 from orchestrator.config.schema import ClusterConfig, Config, node_range
 from orchestrator.errors import ClusterError
 from orchestrator.plugins import CLUSTERS
@@ -196,7 +196,7 @@ class Handle(ABC):
         return ""
 
 
-class Cluster(ABC):
+class Cluster(ClusterFacts, ABC):
     """A place to run.
 
     Methods of the object use a configuration. Methods of the class use an existing run's folder
@@ -208,6 +208,7 @@ class Cluster(ABC):
             continues alone, and `handle` finds it again.
         status_interval_s: the least time between two calls of `update_statuses` by one command.
         Options: a dataclass of the valid `cluster.options` of this kind of cluster.
+        supports_survival: see `ClusterFacts`.
     """
 
     attended: ClassVar[bool] = True
@@ -348,16 +349,20 @@ class Cluster(ABC):
         return outcomes
 
     @classmethod
-    def update_statuses(cls, runs: Sequence[RunDir], found: dict[Path, RunStatus]) -> Iterator[str]:
+    def update_statuses(
+        cls, runs: Sequence[RunDir], statuses: dict[Path, RunStatus]
+    ) -> Iterator[str]:
         """Fill in the status of runs that continue alone; yield sentences about failed queries.
 
         Queries runs one by one; a cluster that can be queried for many at once overrides this.
 
         Args:
-            found: the status by the folders alone, by `run.path`.
+            statuses: the status by the folders alone, by `run.path`.
         """
         for run in runs:
-            found[run.path] = status_or_damage(run, partial(cls._status_of, run, found[run.path]))
+            statuses[run.path] = status_or_damage(
+                run, partial(cls._status_of, run, statuses[run.path])
+            )
         yield from ()
 
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from orchestrator.config.frameworks import RESTARTS, SURVIVE, FrameworkFacts, Limit, facts_of
 from orchestrator.config.job_source import TargetFacts, check_target
@@ -26,7 +26,7 @@ from orchestrator.config.schema import (
     unrepresentable_values,
 )
 from orchestrator.errors import ConfigError, JobError
-from orchestrator.plugins import CALLBACKS, FRAMEWORKS
+from orchestrator.plugins import CALLBACKS, CLUSTERS, FRAMEWORKS
 from orchestrator.rundir.metrics import HELD_OUT
 
 SEARCH_ONLY = ("objective", "trials", "seed", "direction", "prune")
@@ -54,6 +54,17 @@ def search_problems(sweep: SweepConfig) -> Iterator[str]:
             "sweep.prune judges trials by their objective while they run, but seconds are known at "
             "the end alone; leave sweep.prune out"
         )
+
+
+class ClusterFacts:
+    """Facts about a kind of cluster that rules need; its class (`clusters.api.Cluster`) has them.
+
+    Attributes:
+        supports_survival: the loss of a rank or a node ends no other node's processes there, so
+            `run.survive` is available.
+    """
+
+    supports_survival: ClassVar[bool] = False
 
 
 ON = "a lost rank or node does not end the run (run.survive)"
@@ -100,7 +111,7 @@ def _survive_refusals(config: Config, facts: TargetFacts | None = None) -> Itera
             "run.survive=true needs a second rank, which goes on without the first; try "
             f"cluster.ranks_per_node=2, or {RESTARTS}"
         )
-    if config.cluster.kind not in ("local", "slurm"):
+    if not CLUSTERS.load(config.cluster.kind, ClusterFacts).supports_survival:
         yield (
             f"run.survive=true is not available on a {config.cluster.kind} cluster yet; try "
             f"{RESTARTS}"

@@ -37,7 +37,7 @@ def spec(
     **more: Any,
 ) -> GroupSpec:
     """Return the spec of a rank of a simulated node of its own, or of one node for all."""
-    given: dict[str, Any] = {"timeout_s": 60.0, "collective_timeout_s": 60.0, **more}
+    settings: dict[str, Any] = {"timeout_s": 60.0, "collective_timeout_s": 60.0, **more}
     return GroupSpec(
         rank=rank,
         size=size,
@@ -46,23 +46,23 @@ def spec(
         address="127.0.1.1" if one_node else f"127.0.1.{rank + 1}",
         folder=folder,
         transport=transport,
-        **given,
+        **settings,
     )
 
 
 def _run_rank(
     rank: int,
-    made: Callable[[], GroupSpec],
+    make_spec: Callable[[], GroupSpec],
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
     results: Any,
 ) -> None:
     torch.set_num_threads(1)
     try:
-        given = made()
-        if given.transport == "nccl":
-            os.environ |= share_gpu_over_nccl(given.node)
-        group = form_group(given)
+        group_spec = make_spec()
+        if group_spec.transport == "nccl":
+            os.environ |= share_gpu_over_nccl(group_spec.node)
+        group = form_group(group_spec)
         results.put((rank, function(group, *arguments), None))
         group.close()
     except BaseException as error:  # noqa: BLE001  # reported to the test
@@ -102,20 +102,20 @@ def collect(
     timeout_s: float = 600,
 ) -> dict[int, tuple[Any, str | None]]:
     """Return {rank: (result, traceback or None)} of `expected` ranks (all that were started)."""
-    found: dict[int, tuple[Any, str | None]] = {}
+    received: dict[int, tuple[Any, str | None]] = {}
     wanted = set(processes if expected is None else expected)
     try:
-        while set(found) != wanted:
+        while set(received) != wanted:
             rank, result, trace = results.get(timeout=timeout_s)
-            found[rank] = (result, trace)
+            received[rank] = (result, trace)
     except queue.Empty:
-        raise AssertionError(f"ranks {sorted(wanted - set(found))} gave no result") from None
+        raise AssertionError(f"ranks {sorted(wanted - set(received))} gave no result") from None
     finally:
         for process in processes.values():
             process.join(timeout=5)
             if process.is_alive():
                 process.kill()
-    return found
+    return received
 
 
 def run_ranks(
@@ -130,8 +130,8 @@ def run_ranks(
     Raises:
         AssertionError: with its traceback, where a rank failed.
     """
-    found = collect(*start_ranks(size, folder, function, *arguments, **more))
-    for rank, (_, trace) in sorted(found.items()):
+    collected = collect(*start_ranks(size, folder, function, *arguments, **more))
+    for rank, (_, trace) in sorted(collected.items()):
         if trace is not None:
             raise AssertionError(f"rank {rank}:\n{trace}")
-    return [found[rank][0] for rank in range(size)]
+    return [collected[rank][0] for rank in range(size)]

@@ -41,55 +41,55 @@ class InProcessGroup(BaseGroup):
         return ChainedWork(after=lambda: finish(self._hub.await_all(number)))
 
     def _start_sum(self, flat: Tensor) -> Work:
-        def finish(given: dict[int, Any]) -> None:
-            total = given[0].clone()
+        def finish(inputs: dict[int, Any]) -> None:
+            total = inputs[0].clone()
             for rank in range(1, self.size):
-                total += given[rank]
+                total += inputs[rank]
             flat.copy_(total)
 
         return self._start("all_reduce_sum", flat, finish)
 
     def _start_reduce_scatter(self, out: Tensor, tensor: Tensor) -> Work:
-        def finish(given: dict[int, Any]) -> None:
-            sum_into(out, [given[rank].chunk(self.size)[self.rank] for rank in range(self.size)])
+        def finish(inputs: dict[int, Any]) -> None:
+            sum_into(out, [inputs[rank].chunk(self.size)[self.rank] for rank in range(self.size)])
 
         return self._start("reduce_scatter_sum", tensor, finish)
 
     def _start_gather(self, parts: list[Tensor], flat: Tensor) -> Work:
-        def finish(given: dict[int, Any]) -> None:
+        def finish(inputs: dict[int, Any]) -> None:
             for rank, part in enumerate(parts):
-                part.copy_(given[rank])
+                part.copy_(inputs[rank])
 
         return self._start("all_gather", flat, finish)
 
     def _start_uneven_gather(self, tensor: Tensor, pieces: list[Tensor]) -> Work:
-        def finish(given: dict[int, Any]) -> None:
+        def finish(inputs: dict[int, Any]) -> None:
             for rank, piece in enumerate(pieces):
-                piece.copy_(given[rank][0])
+                piece.copy_(inputs[rank][0])
 
         operation = f"all_gather of pieces of {tensor.numel()} {tensor.dtype}"
         return self._start(operation, [pieces[self.rank].clone()], finish)
 
     def _start_uneven_reduce_scatter(self, pieces: list[Tensor]) -> Work:
-        def finish(given: dict[int, Any]) -> None:
-            sum_into(pieces[self.rank], [given[rank][self.rank] for rank in range(self.size)])
+        def finish(inputs: dict[int, Any]) -> None:
+            sum_into(pieces[self.rank], [inputs[rank][self.rank] for rank in range(self.size)])
 
         sizes = [piece.numel() for piece in pieces]
-        given = [piece.clone() for piece in pieces]
-        return self._start(f"reduce_scatter_sum of {sizes}", given, finish)
+        own_pieces = [piece.clone() for piece in pieces]
+        return self._start(f"reduce_scatter_sum of {sizes}", own_pieces, finish)
 
     def _start_exchange(
         self, received: Tensor, sent: Tensor, receive_counts: list[int], send_counts: list[int]
     ) -> Work:
-        def finish(given: dict[int, Any]) -> None:
-            received.copy_(torch.cat([given[rank][self.rank] for rank in range(self.size)]))
+        def finish(inputs: dict[int, Any]) -> None:
+            received.copy_(torch.cat([inputs[rank][self.rank] for rank in range(self.size)]))
 
         del receive_counts
         return self._start("all_to_all", sent.clone().split(send_counts), finish)
 
     def _start_broadcast(self, flat: Tensor, source: int) -> Work:
         return self._start(
-            f"broadcast from {source}", flat, lambda given: flat.copy_(given[source])
+            f"broadcast from {source}", flat, lambda inputs: flat.copy_(inputs[source])
         )
 
     def _start_barrier(self) -> Work:
@@ -108,18 +108,18 @@ class _Hub:
         self._ended: set[int] = set()
 
     def post(self, number: int, rank: int, operation: str, give: Any) -> None:
-        called, given = self._calls.setdefault(number, (operation, {}))
+        called, inputs = self._calls.setdefault(number, (operation, {}))
         if called != operation:
             self.lose(f"rank {rank} called {operation} where another called {called}")
             raise AssertionError(self._lost)
-        given[rank] = give
-        if len(given) == self.size:
+        inputs[rank] = give
+        if len(inputs) == self.size:
             self.turn.notify_all()
 
     def await_all(self, number: int) -> dict[int, Any]:
-        operation, given = self._calls[number]
-        while len(given) < self.size:
-            if gone := sorted(self._ended - given.keys()):
+        operation, inputs = self._calls[number]
+        while len(inputs) < self.size:
+            if gone := sorted(self._ended - inputs.keys()):
                 self.lose(f"rank {gone[0]} ended without calling it")
             if self._lost is not None:
                 raise PeerLost(f"a peer was lost during {operation}: {self._lost}")
@@ -127,7 +127,7 @@ class _Hub:
         self._left[number] += 1
         if self._left[number] == self.size:
             del self._calls[number], self._left[number]
-        return given
+        return inputs
 
     def lose(self, why: str) -> None:
         self._lost = self._lost or why

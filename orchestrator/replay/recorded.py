@@ -24,7 +24,7 @@ from orchestrator.rundir.checkpoints import Checkpoint, list_checkpoints, load, 
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import History, Record, read_metrics
 from orchestrator.runs.inputs import INPUTS, differences, other_versions
-from orchestrator.runs.resume import check_own, submission_directory
+from orchestrator.runs.recorded import check_own, submission_directory
 
 SPIKE_UPDATES = 32
 """Updates before a jump, whose losses say what is usual."""
@@ -155,8 +155,8 @@ class RecordedRun:
         for update, loss in losses:
             if loss is None or not math.isfinite(loss):
                 return update
-        result = self.run.read_result() or {}
-        if result.get("state") == "failed" and "infinite" in str(result.get("culprit")):
+        failures = self.run.failures(self.run.latest_attempt)
+        if any(failure.get("non_finite") for failure in failures):
             return self.last + 1
         largest, spike = 0.0, None
         for place, (update, loss) in enumerate(losses):

@@ -116,7 +116,7 @@ class Scratch:
     folder: Path
     say: Callable[[str], None]
     overrides: Sequence[str] = ()
-    _made: int = field(default=0, init=False)
+    _replays: int = field(default=0, init=False)
 
     def words(self, request: Request) -> list[str]:
         """Return the overrides with which the copy is resumed."""
@@ -274,8 +274,8 @@ class Scratch:
 
     def _copied(self, checkpoint: Path | None, request: Request) -> RunDir:
         """Make the copy, at a checkpoint."""
-        source, copy = self.recorded.run, RunDir(self.folder / f"replay-{self._made}")
-        self._made += 1
+        source, copy = self.recorded.run, RunDir(self.folder / f"replay-{self._replays}")
+        self._replays += 1
         copy.create()
         for path in (source.config, source.plan, source.environment):
             if path.exists():

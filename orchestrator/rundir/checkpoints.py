@@ -118,7 +118,24 @@ def file_sha256(path: Path) -> str:
     return whole.hexdigest()
 
 
-def synced_digests(paths: Sequence[Path]) -> dict[str, str]:
+def write_part(
+    folder: Path, engine: Saves, part: int | None = None
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Write a process's part of a checkpoint into the folder that `begin` made, synced to disk.
+
+    Args:
+        part: see `Engine.part`; None: all of the state, which no other process writes.
+
+    Returns:
+        What the engine gives besides, and the digests of the files by their names.
+    """
+    extra = engine.save_state(folder)
+    if part is None:
+        return extra, _synced_digests(sorted(folder.iterdir()))
+    return extra, _synced_digests([folder / part_name(part)] if part >= 0 else [])
+
+
+def _synced_digests(paths: Sequence[Path]) -> dict[str, str]:
     """Sync files that were just written to disk; return their SHA-256 by their names.
 
     At the same time: one waits for the disk, the other computes.
@@ -164,12 +181,10 @@ def save(
     partial = begin(checkpoints, updates, run)
     if partial is not None:
         with _removed_on_error(partial):
-            extra = engine.save_state(partial)
-            files = synced_digests(sorted(partial.iterdir()))
-        state = {"updates": updates, "samples": samples, "run": run}
-        state |= {"speeds": speeds} if speeds else {}
-        state |= {"files": files, "extra": extra}
-        commit_checkpoint(partial, state, keep=keep, keep_every=keep_every)
+            extra, files = write_part(partial, engine)
+        about = {"updates": updates, "samples": samples, "run": run}
+        about |= {"speeds": speeds} if speeds else {}
+        commit_checkpoint(partial, about, files, extra, keep=keep, keep_every=keep_every)
     return folder_of(checkpoints, updates)
 
 
@@ -198,20 +213,27 @@ def begin(checkpoints: Path, updates: int, run: str | None) -> Path | None:
 
 
 def commit_checkpoint(
-    partial: Path, state: Mapping[str, Any], *, keep: int, keep_every: int | None = None
+    partial: Path,
+    about: Mapping[str, Any],
+    files: Mapping[str, str],
+    extra: Mapping[str, Any],
+    *,
+    keep: int,
+    keep_every: int | None = None,
 ) -> None:
     """Make a checkpoint of what was written into a folder, and remove those that are not to be
     kept.
 
     Args:
-        state: content of its state.json; the files that it names are synced to disk.
+        about: `updates`, `samples`, `run`, and `speeds` if there are any; see `Checkpoint`.
+        files, extra: as `write_part` gives them, for all parts.
         keep: number of the newest that stay.
         keep_every: of the older ones the first after each multiple of so many updates stays.
     """
     checkpoints = partial.parent
-    final = folder_of(checkpoints, state["updates"])
+    final = folder_of(checkpoints, about["updates"])
     with _removed_on_error(partial):
-        write_json(partial / STATE, state)
+        write_json(partial / STATE, {**about, "files": files, "extra": extra})
         _sync(partial)
         partial.rename(final)
         _sync(checkpoints)

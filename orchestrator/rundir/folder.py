@@ -102,7 +102,7 @@ class RunDir:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._made = self._claimed = False  # by `create` of this object
+        self._created = self._claimed = False  # by `create` of this object
 
     @property
     def may_be_queued(self) -> bool:
@@ -198,7 +198,7 @@ class RunDir:
             path.parent.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
             try:
                 make_folder(path)
-                self._made = True
+                self._created = True
             except FileExistsError:
                 self._check_empty()
             # Creating the lock file exclusively claims the folder.
@@ -236,7 +236,7 @@ class RunDir:
             return
         self._claimed = False
         with contextlib.suppress(FileNotFoundError):  # removed already
-            if not self._made:
+            if not self._created:
                 for entry in self.path.iterdir():
                     remove(entry)
                 return

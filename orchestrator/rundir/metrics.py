@@ -631,7 +631,8 @@ class ProgressWriter:
         try:
             os.pwrite(self._descriptor, _PROGRESS.pack(update, done, steps, time.time()), 0)
         except OSError as error:
-            warn(f"its progress could not be written: {error.strerror}", kind="no progress")
+            sentence = f"its progress could not be written: {error.strerror}"
+            warn(sentence, kind="no progress", about="rank")
 
 
 def read_progress(path: Path) -> RankProgress | None:

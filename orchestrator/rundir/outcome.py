@@ -97,6 +97,7 @@ def failure_record(
     usage: bool = False,
     replicas_differ: bool = False,
     excluded: bool = False,
+    non_finite: bool = False,
     traceback: str = "",
 ) -> dict[str, Any]:
     """Return the record of a rank's failure, from which the root cause of the run is found.
@@ -106,6 +107,7 @@ def failure_record(
         usage: see `Culprit`.
         replicas_differ: no rank's state may be saved, since it is unknown which is right.
         excluded: the rank computed wrongly, and no process may replace it.
+        non_finite: the loss or a gradient was NaN or infinite.
     """
     return {
         "rank": rank,
@@ -116,6 +118,7 @@ def failure_record(
         "secondary": secondary,
         "replicas_differ": replicas_differ,
         "excluded": excluded,
+        "non_finite": non_finite,
         "traceback": traceback,
     }
 
@@ -268,10 +271,10 @@ class RestartDecision:
     message: str = ""
 
 
-def decide_restart(
+def grant_restart(
     run: RunDir, attempt: int, culprit: Culprit, *, first: int, most: int
 ) -> RestartDecision:
-    """Decide whether a failed run starts again, and note a restart in the attempt's folder.
+    """Grant a failed run another start, or refuse it; a restart is noted in the attempt's folder.
 
     The launcher (local) or the scheduler (SLURM) starts it. A start that a person asked for gives
     a new allowance; preemption, time limits and lost nodes are no failures of the run.

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from orchestrator.errors import RunFolderError
 from orchestrator.rundir.files import APPENDING, open_nofollow
@@ -32,8 +32,10 @@ LONGEST = 1000  # characters of a sentence
 MOST_FILES = 64
 MOST_BYTES = 256 * 1024  # read of one file
 MOST_NAMED = 4  # groups of ranks
-ABOUT_RANK = "it "  # the beginning of a sentence about the rank itself
 POLL_S = 2.0
+
+About = Literal["rank", "run"]
+"""What a warning is about: the rank that gives it, which its readers need to know, or the run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,18 +44,19 @@ class RunWarning:
 
     >>> RunWarning(sentence="slow", ranks=(0, 1)).text
     'slow'
-    >>> RunWarning(sentence="it was frozen", ranks=(0,)).text
+    >>> RunWarning(sentence="it was frozen", ranks=(0,), about="rank").text
     'rank 0: it was frozen'
     """
 
     sentence: str
     ranks: tuple[int, ...]
     time: float = 0.0
+    about: About = "run"
 
     @property
     def text(self) -> str:
         """The sentence with its ranks, unless it is rank 0's about the run."""
-        if 0 in self.ranks and not self.sentence.startswith(ABOUT_RANK):
+        if 0 in self.ranks and self.about == "run":
             return self.sentence
         return f"{named_numbers('rank', self.ranks, MOST_NAMED)}: {self.sentence}"
 
@@ -63,26 +66,32 @@ class _RankWarnings:
 
     def __init__(self, path: Path, rank: int) -> None:
         self._path, self._rank = path, rank
-        self._given: set[str] = set()
+        self._kinds: set[str] = set()
         self._unwritten: deque[bytes] = deque(maxlen=MOST_KINDS)
         self._lock = threading.Lock()  # heartbeats warn from a thread of their own
 
-    def warn(self, sentence: str, kind: str) -> None:
+    def warn(self, sentence: str, kind: str, about: About) -> None:
         with self._lock:
-            if len(self._given) >= MOST_KINDS and kind not in self._given:
+            if len(self._kinds) >= MOST_KINDS and kind not in self._kinds:
                 kind = sentence = f"{MOST_KINDS} kinds of warnings came up here; no more are shown"
-            if kind in self._given:
+            if kind in self._kinds:
                 return
-            self._given.add(kind)
-            self._unwritten.append(_line(self._rank, sentence, kind))
+            self._kinds.add(kind)
+            self._unwritten.append(_line(self._rank, sentence, kind, about))
             # On a full disk the rest is tried again with the next warning.
             with contextlib.suppress(OSError, RunFolderError):
                 print(f"warning: {sentence}", flush=True)  # noqa: T201  # the rank's own log
                 _append(self._path, self._unwritten)
 
 
-def _line(rank: int, sentence: str, kind: str) -> bytes:
-    line = {"sentence": sentence, "kind": kind, "rank": rank, "time": time.time()}
+def _line(rank: int, sentence: str, kind: str, about: About) -> bytes:
+    line = {
+        "sentence": sentence,
+        "kind": kind,
+        "rank": rank,
+        "about": about,
+        "time": time.time(),
+    }
     return json.dumps(line).encode() + b"\n"
 
 
@@ -96,11 +105,13 @@ def _append(path: Path, lines: deque[bytes]) -> None:
         os.close(descriptor)
 
 
-def warn_of(path: Path, rank: int, sentence: str, *, kind: str | None = None) -> None:
-    """Warn for a rank that cannot do so itself, into its node's file. `kind`: see `warn`."""
+def warn_of(
+    path: Path, rank: int, sentence: str, *, kind: str | None = None, about: About = "run"
+) -> None:
+    """Warn for a rank that cannot do so itself, into its node's file; see `warn`."""
     sentence = sentence if len(sentence) <= LONGEST else sentence[: LONGEST - 1] + "…"
     try:
-        _append(path, deque([_line(rank, sentence, kind or sentence)]))
+        _append(path, deque([_line(rank, sentence, kind or sentence, about)]))
     except (OSError, RunFolderError) as error:  # a full disk, or no plain file
         log.warning("%s (not shown elsewhere: %s)", sentence, error)
 
@@ -114,7 +125,7 @@ def warn_into(path: Path, rank: int) -> None:
     _destination = _RankWarnings(path, rank)
 
 
-def warn(sentence: str, *, kind: str | None = None) -> None:
+def warn(sentence: str, *, kind: str | None = None, about: About = "run") -> None:
     """Warn the users of this run. Never raises in a run, not collective, cheap when repeated.
 
     In library mode it is Python's `UserWarning`, with the rank that torchrun has given the process.
@@ -123,14 +134,15 @@ def warn(sentence: str, *, kind: str | None = None) -> None:
         sentence: what was seen, what it means, and the remedy.
         kind: of each kind only the first is shown; the sentence itself by default. For sentences
             that hold a number of the moment.
+        about: "rank" if the sentence means this rank, as in "it was frozen".
     """
     sentence = sentence if len(sentence) <= LONGEST else sentence[: LONGEST - 1] + "…"
     if _destination is None:
-        if sentence.startswith(ABOUT_RANK) and (rank := os.environ.get("RANK")):
+        if about == "rank" and (rank := os.environ.get("RANK")):
             sentence = f"rank {rank}: {sentence}"
         warnings.warn(sentence, UserWarning, stacklevel=2)
     else:
-        _destination.warn(sentence, kind or sentence)
+        _destination.warn(sentence, kind or sentence, about)
 
 
 def read_warnings(attempt: Path) -> list[RunWarning]:
@@ -138,15 +150,18 @@ def read_warnings(attempt: Path) -> list[RunWarning]:
 
     Bounded in files and bytes. Lines torn by a full disk are skipped.
     """
-    moments: dict[str, dict[int, tuple[float, str]]] = {}
+    moments: dict[str, dict[int, tuple[float, str, About]]] = {}
     for path in sorted(attempt.glob(PATTERN))[:MOST_FILES]:
         for line in _lines(path):
-            moment = (line["time"], line["sentence"])
+            # Earlier versions wrote no `about`: naming the rank is right for every warning.
+            moment = (line["time"], line["sentence"], line.get("about", "rank"))
             moments.setdefault(line["kind"], {}).setdefault(line["rank"], moment)
     warnings: list[RunWarning] = []
     for ranks in moments.values():
-        moment, sentence = min(ranks.values())
-        warnings.append(RunWarning(sentence=sentence, ranks=tuple(sorted(ranks)), time=moment))
+        moment, sentence, about = min(ranks.values())
+        warnings.append(
+            RunWarning(sentence=sentence, ranks=tuple(sorted(ranks)), time=moment, about=about)
+        )
     return sorted(warnings, key=lambda warning: warning.time)
 
 

@@ -48,9 +48,9 @@ from orchestrator.rundir.outcome import (
     EXIT_CODES,
     NO_RESULT,
     RestartDecision,
-    decide_restart,
     describe_culprit,
     describe_stop,
+    grant_restart,
     result_from_records,
 )
 from orchestrator.rundir.status import kind_of
@@ -286,7 +286,7 @@ def follow(handle: Handle, run: RunDir, output: OutputOptions, *, recent: int = 
 
 def run_to_end(ready: PreparedRun) -> int:
     """Train it from the newest checkpoint, if there is one, and show it to its end; restart after
-    failures as `decide_restart` says. Return its exit code. Nothing is left running, whatever is
+    failures as `grant_restart` says. Return its exit code. Nothing is left running, whatever is
     raised.
     """
     run, output = ready.run, ready.output
@@ -306,7 +306,7 @@ def _run_attempts(ready: PreparedRun) -> int:
         decision = RestartDecision(restarts=False)
         if culprit is not None and state is State.FAILED and not interrupts.count:
             most = ready.config.run.max_restarts
-            decision = decide_restart(run, number, culprit, first=ready.request.attempt, most=most)
+            decision = grant_restart(run, number, culprit, first=ready.request.attempt, most=most)
         if culprit is None or not decision.restarts:
             break
         Notifier(run).send()

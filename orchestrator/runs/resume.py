@@ -1,11 +1,9 @@
-"""Resume: allowed changes, and the configuration and plan that they lead to."""
+"""Resume: allowed changes, the configuration and plan that they lead to, and the prepared run."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
-import shutil
 import sys
 import time
 from collections.abc import Generator, Mapping, Sequence
@@ -29,124 +27,36 @@ from orchestrator.config.messages import config_errors
 from orchestrator.config.program import is_program
 from orchestrator.config.reading import literal_container, read_config, to_yaml, unknown_keys
 from orchestrator.config.schema import Config
-from orchestrator.errors import ConfigError, PlanError, RunFolderError, UsageError, expand_user
-from orchestrator.plan.parts import JobFacts, branch_in
+from orchestrator.errors import ConfigError, RunFolderError
 from orchestrator.plan.plan import Plan
-from orchestrator.plan.program import ProgramPlan, plan_of_program
+from orchestrator.plan.program import ProgramPlan
+from orchestrator.plan.recorded_speeds import BALANCE, keep_speeds, kept_speeds
+from orchestrator.report.terminal import command, say
+from orchestrator.rundir.backup import Backup
 from orchestrator.rundir.checkpoints import (
-    file_sha256,
-    kept_checkpoint,
+    check_initial,
+    initial_state,
     list_checkpoints,
     newest,
+    read_newest_attempt,
     refuse_beyond,
-    split_reference,
     updates_after,
-    weights_of,
 )
-from orchestrator.rundir.files import is_own, read_text, write_atomically, write_json
-from orchestrator.rundir.folder import INITIAL_DIGEST, LABELS, RESUMES, RunDir
+from orchestrator.rundir.files import read_text, write_atomically, write_json
+from orchestrator.rundir.folder import LABELS, RESUMES, RunDir
+from orchestrator.rundir.lock import locked
+from orchestrator.rundir.metrics import Tail
+from orchestrator.runs.follow import OutputOptions, PreparedRun, handle_of, interrupts
 from orchestrator.runs.inputs import INPUTS, accepted, differences
+from orchestrator.runs.recorded import check_own, config_of, plan_of_run, submission_directory
+from orchestrator.runs.start import (
+    cluster_for,
+    labels_of,
+    prepare,
+    request_admission,
+    wrap_disk_errors,
+)
 from orchestrator.units import format_count, plural
-
-
-def check_own(run: RunDir) -> None:
-    """Raise `RunFolderError` if the folder is another user's."""
-    if not is_own(run.path):
-        raise RunFolderError(
-            f"{run.path} belongs to the user with number {run.path.stat().st_uid}; to go on with a "
-            f"run is to run the code that its folder names, so copy it and make sure of "
-            f"{run.config.name} first"
-        )
-
-
-@contextlib.contextmanager
-def submission_directory(run: RunDir, home: Path | None = None) -> Generator[None]:
-    """Change to the directory that the run was submitted from: its relative paths and modules are
-    meant from there. The folders in PYTHONPATH at that time are searched, too.
-
-    Args:
-        home: in place of the folder in submission.json.
-
-    Raises:
-        RunFolderError: that folder is gone.
-    """
-    cwd, submission = Path.cwd(), run.read_submission()
-    home = home or Path(submission.get("folder") or cwd)
-    try:
-        os.chdir(home)
-    except OSError as error:
-        raise RunFolderError(
-            f"{run.path} was submitted in {home}, where its relative paths and its code are, but "
-            f"that folder cannot be entered: {error.strerror}"
-        ) from error
-    before, variable = list(sys.path), os.environ.get(PYTHONPATH)
-    # Python's path as if it had been started at `home`: entries that mean the working directory.
-    sys.path[:] = [
-        str(home) if entry == "" or (index == 0 and entry == str(cwd)) else entry
-        for index, entry in enumerate(before)
-    ]
-    own = [str(Path(entry).absolute()) for entry in submission.get(PYTHONPATH) or ()]
-    if more := [entry for entry in own if entry not in sys.path]:
-        sys.path[1:1] = more
-        os.environ[PYTHONPATH] = os.pathsep.join([*([variable] if variable else []), *more])
-    try:
-        yield
-    finally:
-        sys.path[:] = before
-        if more:
-            os.environ.pop(PYTHONPATH)
-            os.environ.update({PYTHONPATH: variable} if variable is not None else {})
-        os.chdir(cwd)
-
-
-def initial_weights(config: Config) -> Path | None:
-    """Return the weights file: the one that is named, or the newest valid one of a run.
-
-    Raises:
-        ConfigError: there is none, or it is no safetensors file.
-    """
-    reference = config.train.initial_weights
-    if reference is None:
-        return None
-    from orchestrator.rundir.tensors import SafetensorsFile  # NumPy, if it is needed
-
-    try:
-        path, (folder, which) = expand_user(reference), split_reference(reference)
-        if which is not None and not path.exists():
-            run = RunDir(expand_user(folder)).existing()
-            path = weights_of(kept_checkpoint(run, which))
-        elif path.is_dir():
-            run = RunDir(path).existing()
-            checkpoint, _ = newest(run.checkpoints, run.identity)
-            if checkpoint is None:
-                raise RunFolderError("that run has no weights yet: no sound checkpoint was written")
-            path = weights_of(checkpoint.folder)
-        if not SafetensorsFile(path).tensors:
-            raise RunFolderError(f"{path} holds no tensors")
-    except (UsageError, OSError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"train.initial_weights={reference}: {why}") from error
-    return path
-
-
-def keep_initial_weights(config: Config, run: RunDir) -> dict[str, str]:
-    """Copy the file into the new run's folder, so that the run does not depend on it.
-
-    Returns:
-        The copy's digest, for submission.json; nothing where no weights are asked for.
-    """
-    path = initial_weights(config)
-    if path is None:
-        return {}
-    from orchestrator.rundir.tensors import SafetensorsFile  # NumPy, if it is needed
-
-    if path.is_dir():
-        SafetensorsFile(path).write(run.initial_weights)
-    else:
-        shutil.copyfile(path, run.initial_weights)
-    run.initial_weights.chmod(0o600)
-    return {INITIAL_DIGEST: file_sha256(run.initial_weights)}
-
 
 MOST_UPDATES = 5_000  # compared one by one; of longer runs so many, evenly
 
@@ -285,7 +195,6 @@ def rounding_warning(
 
 GROUPS = ("cluster", "tracker")  # that a resumed run may choose anew; others decide its numbers
 ENDS_EARLY = ("train.patience", "train.keep_best")
-PYTHONPATH = "PYTHONPATH"  # in submission.json, too
 PLACES = ("nodes", "ranks_per_node", "cpus_per_rank")  # kept when a run changes its cluster
 
 
@@ -387,27 +296,6 @@ def _shown(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
-def plan_of_run(config: Config, known: Mapping[str, Any]) -> Plan | ProgramPlan:
-    """Return the plan of a run, or of one that it would become.
-
-    Args:
-        known: its plan.json, which has what the ranks found out.
-    """
-    if is_program(config.job):
-        return plan_of_program(config)
-    try:
-        facts = JobFacts(
-            dataset_samples=known.get("dataset_samples"),
-            lengths_digest=known.get("lengths_digest"),
-            parameters=known.get("parameters"),
-            base_rate=None if config.optimizer else (known.get("schedule") or {}).get("base_lr"),
-            branch=branch_in(known),
-        )
-        return Plan.of(config, facts)
-    except PlanError as error:
-        raise ConfigError(str(error)) from error
-
-
 def _with_overrides(
     old: dict[str, Any], overrides: Sequence[str], config_dir: str | None
 ) -> Config:
@@ -483,12 +371,6 @@ def refuse_changed(inputs_by_run: Mapping[str, Sequence[str]]) -> None:
     raise ConfigError("\n".join([*sentences, ways]))
 
 
-def labels_of(config: Config) -> dict[str, Any]:
-    """Return the user's labels of the run, for submission.json, which `status` reads."""
-    values = {name: getattr(config.run, name) for name in LABELS}
-    return {name: value for name, value in values.items() if value}
-
-
 def record(run: RunDir, resumed: Resumption, attempt: int, inputs: Sequence[str]) -> None:
     """Record that a person requested `attempt`, with its overrides; then change config.yaml.
 
@@ -529,3 +411,97 @@ def record(run: RunDir, resumed: Resumption, attempt: int, inputs: Sequence[str]
             run.handle.rename(run.attempt(attempts - 1) / run.handle.name)
         else:
             run.handle.unlink()
+
+
+@contextlib.contextmanager
+def prepared_resume(
+    path: Path,
+    output: OutputOptions,
+    overrides: Sequence[str] = (),
+    config_dir: str | None = None,
+    *,
+    to: Config | None = None,
+    changed: bool = False,
+) -> Generator[PreparedRun | None]:
+    """Prepare a run to resume from its newest valid checkpoint, or from the start when it has
+    none, as `prepared_run` does.
+
+    Args:
+        overrides: of its configuration: what leaves its numbers as they are, or more updates.
+        config_dir: a folder of the user's own configs, for `cluster=…` among the overrides.
+        to: the whole configuration to resume with, overrides already applied.
+        changed: resume although the code or data has changed.
+
+    Returns:
+        None if it has finished already; prints that.
+    """
+    run = RunDir(path).existing()
+    check_own(run)
+    Tail(run.metrics, recent=0)  # whether it can be read at all
+    resumed = resumption(run, config_of(run), overrides, config_dir, to=to)
+    config, result = resumed.config, run.read_result()
+    if resumed.is_complete(result):
+        early = f" early ({result['ended_early']})" if result and "ended_early" in result else ""
+        say(output.console, f"{path} has finished already{early}; there is nothing to resume")
+        if not is_program(config.job):
+            longer = "train.patience=null" if early else "train.updates=…"
+            say(output.console, f"to train on: {command('resume', path)} {longer}", "dim")
+        yield None
+        return
+    with submission_directory(run), interrupts, wrap_disk_errors(run), locked(run):
+        inputs = changed_inputs(run, resumed)
+        if inputs and not changed:
+            refuse_changed({str(run.path): inputs})
+        cluster = cluster_for(config, output)
+        notes = [f"{sentence} since the run began; going on all the same" for sentence in inputs]
+        if not is_program(config.job):
+            # Verified here only where ranks run here; elsewhere they verify the files themselves.
+            checkpoint, passed_over = newest(
+                run.checkpoints, run.identity, contents=cluster.attended
+            )
+            if checkpoint is None and cluster.attended and config.train.initial_weights is not None:
+                check_initial(run)
+            if checkpoint is None and cluster.attended and config.train.initial_state is not None:
+                initial_state(run)
+            if checkpoint is None and run.attempts_made():
+                notes.append(f"{run.path} has no checkpoint yet: it begins again at update 0")
+            notes += passed_over
+        other_speeds = BALANCE in {change.key for change in resumed.changes}
+        if resumed.changes:
+            prepare(config, new=False)
+            if not other_speeds:
+                kept_speeds(config, run)
+        cluster.trust(run, {change.key for change in resumed.changes})
+        if standing := handle_of(run).in_progress():
+            raise RunFolderError(
+                f"{run.path} is in progress ({standing}); to stop it first: "
+                f"{command('cancel', run.path)}"
+            )
+        attempt = run.attempts_made()
+        if not cluster.attended:
+            attempt = max(attempt, read_newest_attempt(run.newest_attempt) + 1)
+        request, admission = request_admission(cluster, run, attempt, output)
+        output.note(resumed.message, prose=True)
+        for sentence in (*filter(None, [resumed.warning]), *notes):
+            say(output.console, f"warning: {sentence}", "yellow", prose=True)
+        ready = PreparedRun(
+            run=run,
+            cluster=cluster,
+            request=request,
+            output=output,
+            handle=run.read_handle(),
+            backup=Backup.of(run),
+        )
+        try:
+            if other_speeds:
+                keep_speeds(config, run)
+            record(run, resumed, attempt, inputs)
+            if admission.notice:
+                write_json(run.submission, {**run.read_submission(), **admission.notice})
+            for file in (run.cancel, run.pruned, run.result):
+                file.unlink(missing_ok=True)
+            yield ready
+        except BaseException:
+            with contextlib.suppress(OSError, RunFolderError):  # the error itself matters more
+                ready.withdraw()
+            raise

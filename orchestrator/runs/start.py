@@ -1,4 +1,4 @@
-"""Starting and resuming runs."""
+"""Start of new runs: the checks before anything is written, and the run's folder."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from orchestrator.clusters.api import THREAD_VARIABLES, Admission, Cluster, Requ
 from orchestrator.config.job_source import check_constructor, check_program, check_target
 from orchestrator.config.optimizer import check_builder
 from orchestrator.config.program import is_program, program_of, short_name
-from orchestrator.config.reading import options_of, read_config, to_yaml
+from orchestrator.config.reading import options_of, to_yaml
 from orchestrator.config.rules import refuse_schedule, refuse_unsupported
 from orchestrator.config.schema import Config
 from orchestrator.errors import (
     ClusterError,
-    ConfigError,
     Interrupted,
     RunFailed,
     RunFolderError,
@@ -33,41 +32,25 @@ from orchestrator.plan.parts import JobFacts
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.program import ProgramPlan, notes_of_program, plan_of_program
 from orchestrator.plan.recorded_speeds import (
-    BALANCE,
     keep_speeds,
-    kept_speeds,
     names_run,
     possible_ranks,
     speeds_for,
 )
 from orchestrator.plugins import CLUSTERS, TRACKERS
-from orchestrator.report.terminal import command, say
-from orchestrator.rundir.backup import Backup
-from orchestrator.rundir.checkpoints import (
-    check_initial,
-    initial_state,
-    newest,
-    read_newest_attempt,
-)
+from orchestrator.report.terminal import say
 from orchestrator.rundir.files import FULL_ERRORS, write_json
-from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.folder import LABELS, RunDir
 from orchestrator.rundir.lock import locked
-from orchestrator.rundir.metrics import Tail
-from orchestrator.runs.branch import branch_of, keep_initial_state
-from orchestrator.runs.follow import OutputOptions, PreparedRun, handle_of, interrupts
-from orchestrator.runs.inputs import INPUTS, inputs_of
-from orchestrator.runs.resume import (
-    PYTHONPATH,
-    changed_inputs,
-    check_own,
+from orchestrator.runs.follow import OutputOptions, PreparedRun, interrupts
+from orchestrator.runs.initial import (
+    branch_of,
     initial_weights,
+    keep_initial_state,
     keep_initial_weights,
-    labels_of,
-    record,
-    refuse_changed,
-    resumption,
-    submission_directory,
 )
+from orchestrator.runs.inputs import INPUTS, inputs_of
+from orchestrator.runs.recorded import PYTHONPATH
 
 
 def stated_folder(text: str) -> Path:
@@ -160,7 +143,7 @@ def wrap_disk_errors(run: RunDir) -> Generator[None]:
         raise RunFolderError(sentence) from error
 
 
-def _admitted(
+def request_admission(
     cluster: Cluster, run: RunDir, attempt: int, output: OutputOptions
 ) -> tuple[Request, Admission]:
     """Ask the cluster before anything is written. Raises `ConfigError`, `ClusterError`."""
@@ -175,6 +158,7 @@ def _admitted(
 def replaced_threads(config: Config, env: Mapping[str, str]) -> Iterator[str]:
     """Yield a sentence for each exported number of threads that the ranks do not get.
 
+    >>> from orchestrator.config.reading import read_config
     >>> [sentence.partition(";")[0] for sentence in replaced_threads(
     ...     read_config({"job": {"_target_": "a.B"}}), {"OMP_NUM_THREADS": "8"}
     ... )]
@@ -189,13 +173,21 @@ def replaced_threads(config: Config, env: Mapping[str, str]) -> Iterator[str]:
             )
 
 
-def _cluster(config: Config, output: OutputOptions) -> Cluster:
+def cluster_for(config: Config, output: OutputOptions) -> Cluster:
+    """Return the run's cluster, which tells the waiting user what it does, until an interrupt."""
+
     def tell(sentence: str) -> None:
         if interrupts.count:
             raise Interrupted("interrupted")
         say(output.console, sentence, "yellow")
 
     return cluster_of(config, tell)
+
+
+def labels_of(config: Config) -> dict[str, Any]:
+    """Return the user's labels of the run, for submission.json, which `status` reads."""
+    values = {name: getattr(config.run, name) for name in LABELS}
+    return {name: value for name, value in values.items() if value}
 
 
 @contextlib.contextmanager
@@ -216,8 +208,8 @@ def prepared_run(
         notes: of a point, for submission.json, with its inputs.
     """
     plan = plan or prepare(config)
-    run, cluster = RunDir(new_folder(config)), _cluster(config, output)
-    request, admission = _admitted(cluster, run, 0, output)
+    run, cluster = RunDir(new_folder(config)), cluster_for(config, output)
+    request, admission = request_admission(cluster, run, 0, output)
     with interrupts:
         cluster.trust(run)
         for sentence in plan.warnings:
@@ -264,109 +256,6 @@ def prepared_run(
                 if not (begun or run.metrics.exists() or run.may_be_queued):
                     run.withdraw()
             raise
-
-
-@contextlib.contextmanager
-def prepared_resume(
-    path: Path,
-    output: OutputOptions,
-    overrides: Sequence[str] = (),
-    config_dir: str | None = None,
-    *,
-    to: Config | None = None,
-    changed: bool = False,
-) -> Generator[PreparedRun | None]:
-    """Prepare a run to resume from its newest valid checkpoint, or from the start when it has
-    none, as `prepared_run` does.
-
-    Args:
-        overrides: of its configuration: what leaves its numbers as they are, or more updates.
-        config_dir: a folder of the user's own configs, for `cluster=…` among the overrides.
-        to: the whole configuration to resume with, overrides already applied.
-        changed: resume although the code or data has changed.
-
-    Returns:
-        None if it has finished already; prints that.
-    """
-    run = RunDir(path).existing()
-    check_own(run)
-    Tail(run.metrics, recent=0)  # whether it can be read at all
-    resumed = resumption(run, config_of(run), overrides, config_dir, to=to)
-    config, result = resumed.config, run.read_result()
-    if resumed.is_complete(result):
-        early = f" early ({result['ended_early']})" if result and "ended_early" in result else ""
-        say(output.console, f"{path} has finished already{early}; there is nothing to resume")
-        if not is_program(config.job):
-            longer = "train.patience=null" if early else "train.updates=…"
-            say(output.console, f"to train on: {command('resume', path)} {longer}", "dim")
-        yield None
-        return
-    with submission_directory(run), interrupts, wrap_disk_errors(run), locked(run):
-        inputs = changed_inputs(run, resumed)
-        if inputs and not changed:
-            refuse_changed({str(run.path): inputs})
-        cluster = _cluster(config, output)
-        notes = [f"{sentence} since the run began; going on all the same" for sentence in inputs]
-        if not is_program(config.job):
-            # Verified here only where ranks run here; elsewhere they verify the files themselves.
-            checkpoint, passed_over = newest(
-                run.checkpoints, run.identity, contents=cluster.attended
-            )
-            if checkpoint is None and cluster.attended and config.train.initial_weights is not None:
-                check_initial(run)
-            if checkpoint is None and cluster.attended and config.train.initial_state is not None:
-                initial_state(run)
-            if checkpoint is None and run.attempts_made():
-                notes.append(f"{run.path} has no checkpoint yet: it begins again at update 0")
-            notes += passed_over
-        other_speeds = BALANCE in {change.key for change in resumed.changes}
-        if resumed.changes:
-            prepare(config, new=False)
-            if not other_speeds:
-                kept_speeds(config, run)
-        cluster.trust(run, {change.key for change in resumed.changes})
-        if standing := handle_of(run).in_progress():
-            raise RunFolderError(
-                f"{run.path} is in progress ({standing}); to stop it first: "
-                f"{command('cancel', run.path)}"
-            )
-        attempt = run.attempts_made()
-        if not cluster.attended:
-            attempt = max(attempt, read_newest_attempt(run.newest_attempt) + 1)
-        request, admission = _admitted(cluster, run, attempt, output)
-        output.note(resumed.message, prose=True)
-        for sentence in (*filter(None, [resumed.warning]), *notes):
-            say(output.console, f"warning: {sentence}", "yellow", prose=True)
-        ready = PreparedRun(
-            run=run,
-            cluster=cluster,
-            request=request,
-            output=output,
-            handle=run.read_handle(),
-            backup=Backup.of(run),
-        )
-        try:
-            if other_speeds:
-                keep_speeds(config, run)
-            record(run, resumed, attempt, inputs)
-            if admission.notice:
-                write_json(run.submission, {**run.read_submission(), **admission.notice})
-            for file in (run.cancel, run.pruned, run.result):
-                file.unlink(missing_ok=True)
-            yield ready
-        except BaseException:
-            with contextlib.suppress(OSError, RunFolderError):  # the error itself matters more
-                ready.withdraw()
-            raise
-
-
-def config_of(run: RunDir) -> Config:
-    """Read a run's configuration. Raises `RunFolderError` if no run can have started with it."""
-    values = run.read_config()
-    try:
-        return read_config(values)
-    except ConfigError as error:
-        raise RunFolderError(f"{run.config} is damaged: {error}") from error
 
 
 def with_notes(plan: Plan | ProgramPlan, config: Config) -> dict[str, Any]:

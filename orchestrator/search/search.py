@@ -49,7 +49,7 @@ from orchestrator.rundir.metrics import HELD_OUT, Tail
 from orchestrator.rundir.outcome import describe_culprit
 from orchestrator.rundir.status import OVER, UNREADABLE, find_runs
 from orchestrator.runs.follow import OutputOptions, interrupts
-from orchestrator.runs.resume import submission_directory
+from orchestrator.runs.recorded import submission_directory
 from orchestrator.runs.start import stated_folder
 from orchestrator.runs.status import cancel, statuses
 from orchestrator.search.space import space_of

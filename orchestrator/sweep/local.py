@@ -29,7 +29,7 @@ from orchestrator.report.terminal import outlive_reader, say
 from orchestrator.rundir.files import APPENDING, open_nofollow
 from orchestrator.rundir.outcome import describe_stop
 from orchestrator.runs.follow import OutputOptions, interrupts, run_to_end
-from orchestrator.runs.resume import submission_directory
+from orchestrator.runs.recorded import submission_directory
 from orchestrator.sweep.tasks import Action, PointTask, prepared_task
 
 RANK_BYTES = 512 << 20

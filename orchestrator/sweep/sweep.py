@@ -36,13 +36,9 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import is_locked
 from orchestrator.rundir.status import OVER, UNREADABLE, RunStatus, find_runs
 from orchestrator.runs.follow import OutputOptions
-from orchestrator.runs.resume import (
-    changed_inputs,
-    refuse_changed,
-    resumption,
-    submission_directory,
-)
-from orchestrator.runs.start import config_of, prepare
+from orchestrator.runs.recorded import config_of, submission_directory
+from orchestrator.runs.resume import changed_inputs, refuse_changed, resumption
+from orchestrator.runs.start import prepare
 from orchestrator.runs.status import statuses
 from orchestrator.source.modules import read_once
 from orchestrator.sweep.api import SearchMethod

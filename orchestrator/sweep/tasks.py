@@ -31,7 +31,8 @@ from orchestrator.runs.follow import (
     put_back,
 )
 from orchestrator.runs.inputs import INPUTS, differences, inputs_of, other_versions
-from orchestrator.runs.start import prepared_resume, prepared_run, wrap_disk_errors
+from orchestrator.runs.resume import prepared_resume
+from orchestrator.runs.start import prepared_run, wrap_disk_errors
 from orchestrator.runs.status import statuses
 from orchestrator.source.modules import read_once
 from orchestrator.sweep.points import Point, refuse_points

@@ -96,11 +96,11 @@ class Started:
     def ends_with(self, code: int, *, within_s: float = 0.0) -> None:
         """Wait for the launcher's end; no rank is left then, or `within_s` of it."""
         try:
-            found = self.process.wait(WAIT_S)
+            status = self.process.wait(WAIT_S)
         except subprocess.TimeoutExpired:
             self._give_up(f"the launch has not ended after {WAIT_S:g} s")
-        if found != code:
-            raise AssertionError(f"exit code {found} where {code} is due:\n{self.output}")
+        if status != code:
+            raise AssertionError(f"exit code {status} where {code} is due:\n{self.output}")
         expect(self._silent_within(within_s), True, "all ranks have ended with the launcher")
 
     def trains(self) -> None:
@@ -144,10 +144,10 @@ class Started:
         return {int(p.stem[5:]): json.loads(p.read_text(encoding="utf-8")) for p in paths}
 
     def result(self) -> dict[str, Any]:
-        found = self.run.read_result()
-        if found is None:
+        result = self.run.read_result()
+        if result is None:
             raise AssertionError(f"{self.run.result} was not written:\n{self.output}")
-        return found
+        return result
 
 
 def _blamed(started: Started, rank: int) -> str:
@@ -185,7 +185,11 @@ class ClusterSuite:
         nodes = [reports[rank]["node"] for rank in range(4)]
         expect((nodes[0], nodes[2]), (nodes[1], nodes[3]), "node of both of its ranks")
         expect(len(set(nodes)), 2, "nodes with names of their own")
-        expect({one["mark"] for one in reports.values()}, {"seen"}, "cluster.environment in ranks")
+        expect(
+            {report["mark"] for report in reports.values()},
+            {"seen"},
+            "cluster.environment in ranks",
+        )
         expect(started.run.ranks_with_logs(), [0, 1, 2, 3], "ranks with logs")
 
     def test_a_rank_that_fails_is_named_with_its_own_message(

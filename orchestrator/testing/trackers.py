@@ -77,12 +77,16 @@ class TrackerSuite(ABC):
         run, config = _create_run(tracker, tmp_path)
         scalars = Scalars(run, config)
         shutil.rmtree(run.path)
-        with warnings.catch_warnings(record=True) as given:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for step in range(3):
                 scalars.write(step, {LOSS: 1.0})
             scalars.close(State.FINISHED)
-        expect(len(given) <= 1, True, f"at most one warning, of {[str(one) for one in given]}")
+        expect(
+            len(caught) <= 1,
+            True,
+            f"at most one warning, of {[str(warning) for warning in caught]}",
+        )
 
     def test_an_unknown_option_is_refused(self, tracker: Sequence[str], tmp_path: Path) -> None:
         run, config = _create_run([*tracker, "+tracker.options.no_such_option=1"], tmp_path)

@@ -46,7 +46,7 @@ class TransportSuite:
         expect(run_ranks(1, tmp_path, all_checks, transport=transport), [transport], "names")
 
     def test_a_lost_peer_is_reported_to_the_others(self, transport: str, tmp_path: Path) -> None:
-        found = run_ranks(
+        observed = run_ranks(
             2, tmp_path, _without_the_last, transport=transport, collective_timeout_s=LOST_AFTER_S
         )
-        expect(found, ["lost", "left"], "what the ranks observe")
+        expect(observed, ["lost", "left"], "what the ranks observe")

@@ -72,20 +72,20 @@ class MLflow(Tracker):
             self._client.update_run(begun.info.run_id, status="RUNNING")
             return begun.info.run_id
         tags = {TAG: identity}
-        made = self._client.create_run(experiment, tags=tags, run_name=self.run.path.name)
-        return made.info.run_id
+        created = self._client.create_run(experiment, tags=tags, run_name=self.run.path.name)
+        return created.info.run_id
 
     def _find_or_create_experiment(self) -> str:
         name = self.options.experiment
-        found = self._client.get_experiment_by_name(name)
-        if found is None:
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is None:
             try:
                 return self._client.create_experiment(name)
             except self._error:  # points of a sweep begin together, and another one was faster
-                found = self._client.get_experiment_by_name(name)
-                if found is None:
+                experiment = self._client.get_experiment_by_name(name)
+                if experiment is None:
                     raise
-        return found.experiment_id
+        return experiment.experiment_id
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         now_ms = int(time.time() * 1000)

@@ -16,7 +16,7 @@ from itertools import groupby
 from pathlib import Path
 
 from orchestrator.agent.root_cause import MEMORY_REMEDY
-from orchestrator.client.loop import IN_CALLBACK
+from orchestrator.client.loop import CallbackNote
 from orchestrator.errors import OrchestratorError, error_text
 from orchestrator.source.modules import PACKAGE
 
@@ -104,7 +104,7 @@ def describe(error: BaseException) -> str:
     named = f"{type(error).__name__}: {first}" if first else type(error).__name__
     named += _place(error)
     notes: list[str] = getattr(error, "__notes__", [])
-    named += "".join(f", {note}" for note in notes if note.startswith(IN_CALLBACK))
+    named += "".join(f", {note}" for note in notes if isinstance(note, CallbackNote))
     advice = remedy(error)
     return named if advice is None else f"{named} ({advice})"
 

@@ -6,10 +6,12 @@ follows an update is in `client/loop.py`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -81,7 +83,7 @@ def _train(worker: WorkerProcess) -> int:
         return EXIT_FINISHED if finished else EXIT_STOPPED
 
 
-@contextmanager
+@contextlib.contextmanager
 def _observed(rank: int) -> Generator[None]:
     """Enter the context manager of this rank that the variable OBSERVER names, if it is set."""
     if OBSERVER not in os.environ:
@@ -99,114 +101,156 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
     Raises:
         PeerLost: a rank is lost, and the others cannot continue.
     """
-    membership, progress, engine = training.membership, training.progress, training.engine
-    group = training.group if membership is None else membership  # with the present rank and size
-    train, in_shards = training.config.train, training.config.engine.shard_model != "none"
+    membership, checkpoints = training.membership, training.checkpoints
     process, speeds = os.getpid(), None
     worker.link.send_event("trains")
-
-    def evaluate() -> dict[str, float]:
-        """Return the held-out figures after the last update."""
-        figures: Mapping[str, float] = {}
-        progress.evaluating = training.evaluates_together
-        if held_out is not None:
-            report = held_out()
-            figures = report.figures
-            if training.recorder is not None:
-                training.recorder.traffic = {
-                    "collectives": report.collectives,
-                    "bytes_on_wire": report.bytes_on_wire,
-                }
-        if group.rank == 0 or in_shards:
-            figures = joined_figures(figures, engine.evaluate())
-        progress.evaluating = False
-        return dict(figures)
-
     while True:
-        current_run.set_ranks(group.rank, group.size)
-        if membership is not None and membership.changes:  # in another group than before
-            progress.newcomers = False
-            training.checkpoints.rank = group.rank
-            if group.rank == 0:
-                training.take_over_record(membership.changes)
-            if why := membership.too_few():
-                training.save()
-                raise why
-        if (group.rank == 0) != (training.recorder is not None):
-            raise RuntimeError(f"rank {group.rank} of a group, of which only rank 0 writes")
-        held_out = None
-        try:
-            speeds = _speeds(training, group.rank, group.size, before=speeds)
-            best = training.best = _best(training, group.rank)
-            windows = RankWindows(
-                training.planned,
-                group.rank,
-                training.rates,
-                ranks=group.size,
-                shard_ranks=engine.shard_ranks,
-                speeds=speeds,
-            )
-            loop = TrainingLoop(
-                windows=windows,
-                updates=training.updates,
-                checkpoints=training.checkpoints,
-                callbacks=_callbacks(worker, training),
-                progress=progress,
-                checkpoint_every=train.checkpoint_every,
-                evaluate_every=train.evaluate_every,
-                # SLURM may end the step when a lost node comes back, and more losses may follow.
-                checkpoint_soon=membership is not None and bool(membership.changes),
-                evaluate=evaluate if group.rank == 0 or training.evaluates_together else None,
-                judge=best and best.judge,
-                trained=Trained(
-                    job=training.job,
-                    gradients=engine.gradients if isinstance(engine, ShowsGradients) else dict,
-                    engine=engine if isinstance(engine, RecomputesLeaves) else None,
-                    windows=windows,
-                ),
-            )
-            if training.held_out is not None:
-                held_out = HeldOutEvaluation(
-                    training.held_out,
-                    engine,
-                    training.planned,
-                    rank=group.rank,
-                    ranks=group.size,
-                    before_piece=loop.begin_held_out_piece,
-                )
-            if training.evaluates_together:  # some may have before others were lost
-                rows = engine.gather([progress.evaluated])
-                progress.evaluated = int(min(row[0] for row in rows))
-            _compute(loop, training, worker.stop)
-            if membership is None or not progress.newcomers:
-                worker.link.mark("the end (result, goodbye to the others)")
-                return training.facts_of_ranks()  # a rank may still be lost here
-            training.checkpoints.complete_parts(wait=True)
-            membership.grow(progress)
-        except Excluded:  # the others redo the update, without this rank
-            training.checkpoints.drop_parts()
-            raise
-        except PeerLost as error:
-            training.checkpoints.drop_parts()
+        rank, ranks = _enter_group(training)
+        with contextlib.ExitStack() as resources:  # of this group
             try:
-                if membership is None:
-                    raise
-                membership.continue_training(error, progress)
-                progress.evaluating = False
-            except Evicted:  # the others continue
+                speeds = _speeds(training, rank, ranks, before=speeds)
+                loop = _group_loop(worker, training, rank, ranks, speeds, resources)
+                _compute(loop, training, worker.stop)
+                if membership is None or not training.progress.newcomers:
+                    worker.link.mark("the end (result, goodbye to the others)")
+                    return training.facts_of_ranks()  # a rank may still be lost here
+                checkpoints.complete_parts(wait=True)
+                membership.grow(training.progress)
+            except Excluded:  # the others redo the update, without this rank
+                checkpoints.drop_parts()
                 raise
-            except PeerLost:
-                _save_last_boundary(worker, training)
+            except PeerLost as error:
+                checkpoints.drop_parts()
+                _continue_without_lost(worker, training, error)
+            except Exception as error:
+                if os.getpid() == process:  # else it is a child's that the job has forked
+                    _save_before_failing(worker, training, error)
                 raise
-        except Exception as error:
-            own = os.getpid() == process  # else it is a child's that the job has forked
-            safe = not (training.in_boundary or isinstance(error, StopRequested | ReplicasDiffer))
-            if own and safe:
-                _save_before_failing(worker, training, error)
-            raise
-        finally:
-            if held_out is not None:
-                held_out.close()
+
+
+def _enter_group(training: Training) -> tuple[int, int]:
+    """Adapt what outlives a group to the present one; return this rank in it, and its size.
+
+    Raises:
+        Unrecoverable: too few nodes are left. The state is saved.
+    """
+    membership, progress = training.membership, training.progress
+    group = training.group if membership is None else membership  # with the present rank and size
+    current_run.set_ranks(group.rank, group.size)
+    if membership is not None and membership.changes:  # in another group than before
+        progress.newcomers = False
+        training.checkpoints.rank = group.rank
+        if group.rank == 0:
+            training.take_over_record(membership.changes)
+        if why := membership.too_few():
+            training.save()
+            raise why
+    if (group.rank == 0) != (training.recorder is not None):
+        raise RuntimeError(f"rank {group.rank} of a group, of which only rank 0 writes")
+    return group.rank, group.size
+
+
+def _group_loop(
+    worker: WorkerProcess,
+    training: Training,
+    rank: int,
+    ranks: int,
+    speeds: Speeds | None,
+    resources: contextlib.ExitStack,
+) -> TrainingLoop:
+    """Return the loop of a new group, with its evaluation and callbacks. Collective.
+
+    Args:
+        rank, ranks: this rank in the group, and the group's size.
+        speeds: by which the group's work is dealt.
+        resources: closes what lives as long as the group.
+    """
+    engine, membership, train = training.engine, training.membership, training.config.train
+    progress = training.progress
+    best = training.best = _best(training, rank)
+    windows = RankWindows(
+        training.planned,
+        rank,
+        training.rates,
+        ranks=ranks,
+        shard_ranks=engine.shard_ranks,
+        speeds=speeds,
+    )
+    loop = TrainingLoop(
+        windows=windows,
+        updates=training.updates,
+        checkpoints=training.checkpoints,
+        callbacks=_callbacks(worker, training),
+        progress=progress,
+        checkpoint_every=train.checkpoint_every,
+        evaluate_every=train.evaluate_every,
+        # SLURM may end the step when a lost node comes back, and more losses may follow.
+        checkpoint_soon=membership is not None and bool(membership.changes),
+        judge=best and best.judge,
+        trained=Trained(
+            job=training.job,
+            gradients=engine.gradients if isinstance(engine, ShowsGradients) else dict,
+            engine=engine if isinstance(engine, RecomputesLeaves) else None,
+            windows=windows,
+        ),
+    )
+    held_out: HeldOutEvaluation | None = None
+    if training.held_out is not None:
+        held_out = HeldOutEvaluation(
+            training.held_out,
+            engine,
+            training.planned,
+            rank=rank,
+            ranks=ranks,
+            before_piece=loop.begin_held_out_piece,
+        )
+        resources.callback(held_out.close)
+    if rank == 0 or training.evaluates_together:
+        loop.evaluate = partial(_evaluate, training, rank, held_out)
+    if training.evaluates_together:  # some may have before others were lost
+        rows = engine.gather([progress.evaluated])
+        progress.evaluated = int(min(row[0] for row in rows))
+    return loop
+
+
+def _evaluate(
+    training: Training, rank: int, held_out: HeldOutEvaluation | None
+) -> dict[str, float]:
+    """Return the held-out figures after the last update. Collective, if all ranks evaluate."""
+    figures: Mapping[str, float] = {}
+    progress, in_shards = training.progress, training.config.engine.shard_model != "none"
+    progress.evaluating = training.evaluates_together
+    if held_out is not None:
+        report = held_out()
+        figures = report.figures
+        if training.recorder is not None:
+            training.recorder.traffic = {
+                "collectives": report.collectives,
+                "bytes_on_wire": report.bytes_on_wire,
+            }
+    if rank == 0 or in_shards:
+        figures = joined_figures(figures, training.engine.evaluate())
+    progress.evaluating = False
+    return dict(figures)
+
+
+def _continue_without_lost(worker: WorkerProcess, training: Training, error: PeerLost) -> None:
+    """Form the next group after a loss. Collective among the ranks that are left.
+
+    Raises:
+        Evicted: the others continue without this rank.
+        PeerLost: no group follows. The last boundary's state is saved, if it can be.
+    """
+    try:
+        if training.membership is None:
+            raise error
+        training.membership.continue_training(error, training.progress)
+        training.progress.evaluating = False
+    except Evicted:  # the others continue
+        raise
+    except PeerLost:
+        _save_last_boundary(worker, training)
+        raise
 
 
 def _best(training: Training, rank: int) -> BestCheckpoint | None:
@@ -263,8 +307,11 @@ def _speeds(training: Training, rank: int, ranks: int, *, before: Speeds | None)
 
 def _save_before_failing(worker: WorkerProcess, training: Training, error: Exception) -> None:
     """Save the state of the last boundary on a rank whose own code failed in a window, if no other
-    rank can: all of them may have failed in this way.
+    rank can: all of them may have failed in this way. Not within a boundary, whose state is no
+    update's, and not after a stop or where replicas differ.
     """
+    if training.in_boundary or isinstance(error, StopRequested | ReplicasDiffer):
+        return
     worker.fail(error)  # first: saving may fail as well, or take long
     try:
         _save_last_boundary(worker, training, failed=True)

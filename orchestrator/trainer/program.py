@@ -125,7 +125,7 @@ class Rendezvous(NamedTuple):
 def _find_rendezvous(path: Path, timeout_s: float, stop: StopFlag) -> Rendezvous:
     """Wait until the first node's agent has published where the ranks meet."""
     pauses, deadline = backoff(), PatientDeadline(timeout_s)
-    while (found := read_json(path)) is None:
+    while (published := read_json(path)) is None:
         if stop.requested:
             raise StopRequested("asked to stop before the program began")
         if deadline.passed:
@@ -134,7 +134,7 @@ def _find_rendezvous(path: Path, timeout_s: float, stop: StopFlag) -> Rendezvous
                 "(cluster.rendezvous_timeout_s)"
             )
         time.sleep(next(pauses))
-    return Rendezvous(str(found["address"]), int(found["port"]))
+    return Rendezvous(str(published["address"]), int(published["port"]))
 
 
 # ----------------------------------------------------------------------
@@ -201,8 +201,8 @@ def command_line(
 def in_copy(path: Path, copies: Mapping[Path, Path]) -> Path:
     """Return a user's path within the copy of the code; the path itself if the copy lacks it."""
     for root, copy in copies.items():
-        if path.is_relative_to(root) and (found := copy / path.relative_to(root)).exists():
-            return found
+        if path.is_relative_to(root) and (copied := copy / path.relative_to(root)).exists():
+            return copied
     return path
 
 
@@ -216,16 +216,16 @@ def environment(
     """
     launcher, topology = launcher_of(start.program.style), start.topology
     hide = launcher.forms_group
-    found = {
+    variables = {
         name: value
         for name, value in env.items()
         if not name.startswith(OURS)
         and not (hide and (name in HIDDEN or name.startswith(HIDDEN_FAMILIES)))
     }
-    if hide and "SLURM_JOB_ID" in found:
-        found["SLURM_JOB_NAME"] = "interactive"  # else Lightning takes SLURM's word, and requeues
-    _search_path(found, env, start.program, copies)
-    _devices(found, start, launcher.device_variable)
+    if hide and "SLURM_JOB_ID" in variables:
+        variables["SLURM_JOB_NAME"] = "interactive"  # else Lightning trusts SLURM, and requeues
+    _search_path(variables, env, start.program, copies)
+    _devices(variables, start, launcher.device_variable)
     set_by_launcher: dict[str, str] = {}
     if start.rendezvous is not None:
         program_rank = ProgramRank(
@@ -254,11 +254,11 @@ def environment(
         WARNINGS: str(start.run.warnings(start.attempt, topology.node_index)),
     }
     unless_set = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}  # as torchrun does
-    return {**unless_set, **found, **set_by_launcher, **ours}
+    return {**unless_set, **variables, **set_by_launcher, **ours}
 
 
 def _search_path(
-    found: dict[str, str],
+    variables: dict[str, str],
     env: Mapping[str, str],
     program: ProgramConfig,
     copies: Mapping[Path, Path],
@@ -273,24 +273,24 @@ def _search_path(
     own = [in_copy(Path(entry).absolute(), copies) for entry in outer]
     if copies and program.is_module:
         own = [in_copy(Path.cwd(), copies), *own]
-    found.pop("PYTHONPATH", None)
+    variables.pop("PYTHONPATH", None)
     if own:
-        found["PYTHONPATH"] = os.pathsep.join(map(str, own))
+        variables["PYTHONPATH"] = os.pathsep.join(map(str, own))
 
 
-def _devices(found: dict[str, str], start: ProgramStart, default: str) -> None:
+def _devices(variables: dict[str, str], start: ProgramStart, default: str) -> None:
     if start.program.devices != "rank":
         return
     local = start.topology.local_rank
-    if not any(name in found for name in DEVICES):
-        found[default] = str(local)
+    if not any(name in variables for name in DEVICES):
+        variables[default] = str(local)
         return
     for name in DEVICES:
-        there = [one.strip() for one in found.get(name, "").split(",") if one.strip()]
-        if name in found and local >= len(there):
+        there = [device.strip() for device in variables.get(name, "").split(",") if device.strip()]
+        if name in variables and local >= len(there):
             raise ClusterError(
                 f"job.devices=rank gives each rank one of its node's devices, but {name} has "
                 f"{len(there)} for local rank {local}; ask for more by cluster.gpus_per_node"
             )
         if there:
-            found[name] = there[local]
+            variables[name] = there[local]

@@ -330,19 +330,54 @@ def set_up(worker: WorkerProcess) -> Training:
 
 
 def _set_up(worker: WorkerProcess) -> Training:
-    run, attempt, topology, stop = worker.run, worker.attempt, worker.topology, worker.stop
+    run, topology = worker.run, worker.topology
     config = read_config(run.existing().read_config())
     worker.begin(config)
     worker.defer_notice()
     plan_before = run.read_plan()  # before rank 0 writes the next one
-    spec = GroupSpec(
+    is_replacement = topology.incarnation > 0
+    spec = _group_spec(worker, config)
+    if config.engine.shard_model != "none":  # for the groups that torch forms by itself
+        os.environ.update(interface_variables(os.environ, topology.address))
+    job, framework = _make_job(worker, config, spec)
+    group = _form_group(replace(spec, rank=0, size=1) if is_replacement else spec, framework)
+    if is_replacement:
+        config = with_survival(config, on=True)
+    else:
+        config = agreed_survival(config, job, group)
+    training = _build_training(worker, config, job, framework, group)
+    if config.run.survive:
+        training.membership = GroupMembership(
+            spec,
+            config.cluster,
+            framework,
+            training.engine,
+            worker,
+            updates=training.updates,
+            go_back=training.go_back,
+        )
+    if is_replacement and training.membership is not None:
+        training.membership.join(job, training.progress, lambda: worker.stop.requested)
+        return training
+    _restore_state(training, topology.rank, plan_before)
+    if topology.rank == 0:
+        _begin_record(training, framework)
+    if training.membership is not None:
+        training.membership.begin(job, group)
+    return training
+
+
+def _group_spec(worker: WorkerProcess, config: Config) -> GroupSpec:
+    """Return the specification of the attempt's first group, as this rank takes part in it."""
+    topology, stop = worker.topology, worker.stop
+    return GroupSpec(
         rank=topology.rank,
         size=topology.size,
         local_rank=topology.local_rank,
         node=topology.node,
         address=topology.address,
         incarnation=topology.incarnation,
-        folder=run.attempt(attempt),
+        folder=worker.run.attempt(worker.attempt),
         transport=config.transport,
         timeout_s=config.cluster.rendezvous_timeout_s,
         collective_timeout_s=LONGEST_WAIT_S,  # the agents judge how long a rank is waited for
@@ -351,31 +386,58 @@ def _set_up(worker: WorkerProcess) -> Training:
         device_request=device_request(config.cluster, os.environ, scheduled=topology.scheduled),
         stop_requested=lambda: stop.requested,
     )
-    if config.engine.shard_model != "none":  # for the groups that torch forms by itself
-        os.environ.update(interface_variables(os.environ, topology.address))
+
+
+def _make_job(worker: WorkerProcess, config: Config, spec: GroupSpec) -> tuple[Job, Framework]:
+    """Import the job's class and call it; return the job and its framework.
+
+    The framework prepares meanwhile, if the job's source says which one it is.
+
+    Raises:
+        ConfigError: of the tracker, or a key that the job's engine does not have.
+        JobError: as `build_job` and `framework_of`.
+    """
+    run, topology = worker.run, worker.topology
     check_tracker(config.tracker.kind)
-    named = check_target(config.job["_target_"]).framework  # as far as its source tells
-    if named is not None and FRAMEWORKS.refusal(named) is None:
-        FRAMEWORKS.make(named, Framework).ahead(spec)  # slow parts, before the job is imported
-    name = str(config.job["_target_"]).rpartition(".")[2]
-    current_run.enter_job(name, run.path, attempt, topology.rank, topology.size)
+    name_in_source = check_target(config.job["_target_"]).framework
+    if name_in_source is not None and FRAMEWORKS.refusal(name_in_source) is None:
+        FRAMEWORKS.make(name_in_source, Framework).ahead(spec)  # slow, before the job's import
+    class_name = str(config.job["_target_"]).rpartition(".")[2]
+    current_run.enter_job(class_name, run.path, worker.attempt, topology.rank, topology.size)
     job = build_job(with_run_folder(config.job, str(run.path)))
     warn_of_names(job)
-    named = framework_of(job)
-    refuse_unsupported(config, named, coupled=is_coupled(job))  # its source may not have told
-    framework = FRAMEWORKS.make(named, Framework)
-    alone = topology.incarnation > 0
+    name = framework_of(job)
+    refuse_unsupported(config, name, coupled=is_coupled(job))  # its source may not have told
+    return job, FRAMEWORKS.make(name, Framework)
+
+
+def _form_group(spec: GroupSpec, framework: Framework) -> Group:
+    """Form this rank's group. Collective. Warn of ranks on CPUs although there are GPUs."""
     with for_others("their group to form"):
-        group = framework.form_group(replace(spec, rank=0, size=1) if alone else spec)
-    on_cpus = config.transport == "auto" and group.transport == "gloo" and group.rank == 0
+        group = framework.form_group(spec)
+    on_cpus = spec.transport == "auto" and group.transport == "gloo" and group.rank == 0
     if on_cpus and (gpus := visible_gpus(os.environ)):
         warn(
             f"ranks train on CPUs, although node 0 has {plural(len(gpus), 'GPU')} for them: torch "
             "cannot give each rank one. transport=nccl says why, transport=gloo that CPUs are meant"
         )
-    config = with_survival(config, on=True) if alone else agreed_survival(config, job, group)
+    return group
+
+
+def _build_training(
+    worker: WorkerProcess, config: Config, job: Job, framework: Framework, group: Group
+) -> Training:
+    """Build the engine, the plan of the actual data, and what else trains. Collective.
+
+    Args:
+        config: with the resolved `run.survive`.
+
+    Returns:
+        The training before its first update, without a membership or a state.
+    """
+    run = worker.run
     engine = framework.build_engine(job, engine_settings(config, job), group)
-    planned = _planned(config, job, engine, topology.nodes, run)
+    planned = _planned(config, job, engine, worker.topology.nodes, run)
     assert planned.updates is not None  # noqa: S101  # the data set is known here
     checkpoints = Checkpoints(
         run.checkpoints,
@@ -388,7 +450,7 @@ def _set_up(worker: WorkerProcess) -> Training:
     )
     training = Training(
         run=run,
-        attempt=attempt,
+        attempt=worker.attempt,
         config=config,
         job=job,
         engine=engine,
@@ -406,60 +468,61 @@ def _set_up(worker: WorkerProcess) -> Training:
             f"train.keep_best={config.train.keep_best}: {type(job).__name__} has no held-out "
             "figures, as it defines neither evaluate(model) nor validation()"
         )
-    progress = training.progress
-    if config.run.survive:
-        training.membership = GroupMembership(
-            spec,
-            config.cluster,
-            framework,
-            engine,
-            worker,
-            updates=training.updates,
-            go_back=training.go_back,
-        )
-    if alone and training.membership is not None:
-        training.membership.join(job, progress, lambda: stop.requested)
-        return training
-    training.restore(topology.rank)
+    return training
+
+
+def _restore_state(training: Training, rank: int, plan_before: Mapping[str, Any]) -> None:
+    """Load the newest checkpoint, or the initial state or weights of a run without one; recall
+    what the record says of its last update. Collective.
+
+    Args:
+        plan_before: plan.json of the attempt before, or as the run was submitted.
+
+    Raises:
+        JobError: the checkpoint is of other data.
+        ConfigError: the initial state or weights are of another model.
+        RunFolderError: the checkpoint is of more updates than are planned.
+    """
+    run, train, progress = training.run, training.config.train, training.progress
+    training.restore(rank)
     if progress.updates:
-        _refuse_other_data(run, plan_before, planned)
-    checkpoint.refuse_beyond(run, progress.updates, planned.updates)
-    if config.train.initial_state is not None and not progress.updates:
-        _load_initial_state(training, topology.rank)
-    if config.train.initial_weights is not None and not progress.updates:
+        _refuse_other_data(run, plan_before, training.planned)
+    checkpoint.refuse_beyond(run, progress.updates, training.planned.updates)
+    if train.initial_state is not None and not progress.updates:
+        _load_initial_state(training, rank)
+    if train.initial_weights is not None and not progress.updates:
         checkpoint.check_initial(run)
         try:
-            engine.load_weights(run.initial_weights)
+            training.engine.load_weights(run.initial_weights)
         except ConfigError as error:  # of the run's copy, which the user has not named
-            raise ConfigError(
-                f"train.initial_weights={config.train.initial_weights}: {error}"
-            ) from error
-    if topology.rank == 0 or training.evaluates_together:
+            raise ConfigError(f"train.initial_weights={train.initial_weights}: {error}") from error
+    if rank == 0 or training.evaluates_together:
         training.recall()
-    if topology.rank == 0:
-        copied = submitted(os.environ)
-        code = copied["git"] if copied else code_state(folder_of(type(job)))
-        environment = describe_environment(framework.versions(), group.transport, code)
-        environment["optimizer"] = engine.optimizer_used()
-        before: dict[str, Any] | None = None
-        try:
-            before = run.read_environment()
-        except RunFolderError as error:
-            warn(f"{error}; so whether this start computes with the same is unknown")
-        micro_batches = sum(map(len, planned.split.micro_batches))
-        changed = warnings_of(environment, before)
-        unread = [f"{code['error']}; so the code's commit is unknown"] if code["error"] else []
-        for sentence in (*engine.warnings(micro_batches), *changed, *planned.warnings, *unread):
-            warn(sentence)
-        write_json(run.environment, environment)
-        figures = planned.to_json()
-        if planned.work is not None:
-            print(f"work by length: {balance_text(figures)}", flush=True)  # to its log
-        write_json(run.plan, figures)
-        training.record()
-    if training.membership is not None:
-        training.membership.begin(job, group)
-    return training
+
+
+def _begin_record(training: Training, framework: Framework) -> None:
+    """On rank 0, write environment.json and plan.json, and give the warnings known by now."""
+    run, engine, planned = training.run, training.engine, training.planned
+    copied = submitted(os.environ)
+    code = copied["git"] if copied else code_state(folder_of(type(training.job)))
+    environment = describe_environment(framework.versions(), training.group.transport, code)
+    environment["optimizer"] = engine.optimizer_used()
+    before: dict[str, Any] | None = None
+    try:
+        before = run.read_environment()
+    except RunFolderError as error:
+        warn(f"{error}; so whether this start computes with the same is unknown")
+    micro_batches = sum(map(len, planned.split.micro_batches))
+    changed = warnings_of(environment, before)
+    unread = [f"{code['error']}; so the code's commit is unknown"] if code["error"] else []
+    for sentence in (*engine.warnings(micro_batches), *changed, *planned.warnings, *unread):
+        warn(sentence)
+    write_json(run.environment, environment)
+    figures = planned.to_json()
+    if planned.work is not None:
+        print(f"work by length: {balance_text(figures)}", flush=True)  # to its log
+    write_json(run.plan, figures)
+    training.record()
 
 
 def _refuse_other_data(run: RunDir, before: Mapping[str, Any], planned: Plan) -> None:

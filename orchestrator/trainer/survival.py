@@ -185,7 +185,7 @@ class GroupMembership(Callback):
             f"it did not come back from {awaited}, which was broken off {self._silence_s:g} s ago"
         )
         if len(latest.members) == 1:
-            warn(f"{cause}; no other rank is left, so it waits on")
+            warn(f"{cause}; no other rank is left, so it waits on", about="rank")
         else:
             self._link.send_event("stuck", cause=cause)
 

@@ -27,6 +27,7 @@ from orchestrator.errors import (
     EXIT_STOPPED,
     Evicted,
     Excluded,
+    NonFiniteError,
     OrchestratorError,
     PeerLost,
     RanksMissing,
@@ -202,6 +203,7 @@ class WorkerProcess:
             usage=isinstance(error, UsageError),
             replicas_differ=isinstance(error, ReplicasDiffer),
             excluded=isinstance(error, Excluded),
+            non_finite=isinstance(error, NonFiniteError),
             traceback="".join(traceback.format_exception(error))[-MOST_OF_TRACEBACK:],
         )
         if not isinstance(error, Evicted):  # the others continue

@@ -11,6 +11,7 @@ from orchestrator.plan.order import DataOrder
 from orchestrator.plan.window import Window
 from orchestrator.replay.bisecting import compare_records
 from orchestrator.rundir.files import write_json
+from tests.docs.json_fields import Fields
 from tests.helpers import call, verb
 from tests.run_folders import record
 
@@ -33,7 +34,9 @@ NAMES = ["0.weight", "0.bias", "3.weight", "3.bias"]
 
 
 def bisect(a, b, *words, code=1):
-    return json.loads(verb("bisect", a, b, *words, "--json", code=code).stdout)
+    report = json.loads(verb("bisect", a, b, *words, "--json", code=code).stdout)
+    Fields("bisect").check(report)
+    return report
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +66,9 @@ def test_a_flipped_bit_is_found_in_update_micro_step_and_parameter(plain, tmp_pa
     run = tmp_path / "run"
     call(FLIPPED, flip, *COMMON, "cluster.ranks_per_node=2", f"run.dir={run}", code=0)
     found = bisect(plain, run)
+    fields = Fields("bisect")
+    fields.check(found)
+    assert fields.unseen == set()
     assert found["update"] == update
     assert next(iter(found["fields"])) == "gradient_digest"
     leaf = position // 4

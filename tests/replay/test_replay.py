@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from orchestrator.plan.order import DataOrder
+from tests.docs.json_fields import Fields
 from tests.helpers import (
     LIMIT_S,
     TINY,
@@ -41,7 +42,10 @@ UPDATES = 12
 
 
 def replay(run, *words, code=0, **more):
-    return json.loads(verb("replay", run, *words, "--json", code=code, **more).stdout)
+    report = json.loads(verb("replay", run, *words, "--json", code=code, **more).stdout)
+    if isinstance(report, dict):
+        Fields("replay").check(report)
+    return report
 
 
 def contents(folder):
@@ -201,6 +205,9 @@ def test_three_poisoned_samples_of_ten_thousand_are_listed_first(tmp_path):
     )
     call(*(word.replace("job.poisoned", "+job.poisoned") for word in words), code=0)
     found = replay(run, "--around-spike", "--short")
+    fields = Fields("replay")
+    fields.check(found)
+    assert fields.unseen == set()
     assert found["update"] == update
     first = [leaf["samples"] for leaf in found["samples"][:3]]
     assert sorted(first) == sorted([sample] for sample in poisoned)

@@ -8,7 +8,7 @@ from orchestrator.client.stop import Stop
 from orchestrator.clusters.api import Culprit
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.metrics import ProgressWriter
-from orchestrator.rundir.outcome import RestartDecision, decide_restart, describe_stop
+from orchestrator.rundir.outcome import RestartDecision, describe_stop, grant_restart
 from tests.run_folders import write_failure
 
 KILLED = Culprit(rank=1, node="node0", cause="killed by signal 9 (SIGKILL)")
@@ -22,7 +22,7 @@ def ruled(run, culprit, *, most=2, first=0, update=None):
         ProgressWriter(run.progress(attempt)).write(update, 0, 4)
     if culprit.cause != KILLED.cause:
         write_failure(run, 1, culprit.cause, attempt=attempt)
-    return decide_restart(run, attempt, culprit, first=first, most=most)
+    return grant_restart(run, attempt, culprit, first=first, most=most)
 
 
 def test_without_an_allowance_or_once_cancelled_nothing_starts_again_and_nothing_is_said(run):
@@ -86,7 +86,7 @@ def test_an_exception_that_only_followed_or_was_another_ranks_is_not_the_runs_ow
         attempt = run.attempts_made()
         run.attempt(attempt).mkdir()
         write_failure(run, rank, attempt=attempt, secondary=secondary)
-        assert decide_restart(run, attempt, KILLED, first=0, most=9).restarts
+        assert grant_restart(run, attempt, KILLED, first=0, most=9).restarts
         assert read_json(run.departure(attempt))["failed"]["raised"] is None
 
 

@@ -29,7 +29,7 @@ def test_a_warning_of_many_ranks_is_one_entry_with_its_ranks(as_rank, tmp_path):
 
 def test_a_warning_has_its_ranks_name_and_is_in_its_log_once(as_rank, tmp_path, capsys):
     as_rank(0)
-    warn("it was frozen")
+    warn("it was frozen", about="rank")
     warn("slow")
     assert [one.text for one in read_warnings(tmp_path)] == ["rank 0: it was frozen", "slow"]
     assert capsys.readouterr().out == "warning: it was frozen\nwarning: slow\n"
@@ -58,6 +58,12 @@ def test_each_warning_is_news_once_and_the_folder_is_looked_at_now_and_then(as_r
     assert news.read(now=True) == ["newer"]
     moment[0] = 60.0
     assert news.read() == []
+
+
+def test_a_warning_of_an_earlier_version_names_its_rank(tmp_path):
+    line = {"sentence": "it was frozen", "kind": "frozen", "rank": 0, "time": 1.0}
+    (tmp_path / "warnings-00000.jsonl").write_text(f"{json.dumps(line)}\n")
+    assert [warning.text for warning in read_warnings(tmp_path)] == ["rank 0: it was frozen"]
 
 
 def test_torn_lines_and_links_are_passed_over(tmp_path):

@@ -24,7 +24,8 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import is_locked
 from orchestrator.runs import start
 from orchestrator.runs.follow import OutputOptions
-from orchestrator.runs.resume import record, resumption, submission_directory
+from orchestrator.runs.recorded import submission_directory
+from orchestrator.runs.resume import record, resumption
 from orchestrator.runs.start import wrap_disk_errors
 from tests.run_folders import Screen
 

@@ -9,7 +9,7 @@ from orchestrator.errors import RunFailed
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.runs.follow import OutputOptions
-from orchestrator.runs.start import prepared_resume
+from orchestrator.runs.resume import prepared_resume
 from tests.helpers import LIGHT, SMALL, call, contents, verb
 from tests.programs import QUICK, script
 from tests.run_folders import Screen

@@ -110,6 +110,13 @@ def test_keys_are_what_the_class_says_it_has(registered, options, words):
         cluster_of(compose([TINY, "cluster.kind=theirs", *options.split()]))
 
 
+def test_a_cluster_that_supports_survival_may_have_it(registered):
+    registered(CLUSTERS, SUBMITS + "    supports_survival = True\n")
+    for words, survives in (([], True), (["run.survive=true"], True), (["cluster.nodes=1"], False)):
+        cluster = cluster_of(compose([TINY, "cluster.kind=theirs", *words]))
+        assert cluster.survives is survives
+
+
 def test_a_name_belongs_to_one_package_and_never_one_of_ours(registered):
     registered(CLUSTERS, SUBMITS)
     registered(CLUSTERS, SUBMITS, package="another")

@@ -72,6 +72,8 @@ def _crowding_warning(request: Request) -> str | None:
 class LocalCluster(Cluster):
     """Simulated nodes on this machine."""
 
+    supports_survival = True
+
     def refuse(self, framework: str | None) -> None:
         """Refuse a run that this machine cannot run.
 

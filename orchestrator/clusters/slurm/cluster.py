@@ -34,7 +34,7 @@ _answers: dict[tuple[object, ...], Admission] = {}
 class SlurmCluster(BaseSlurmCluster):
     """The machine's SLURM, or the one of `cluster.slurm_conf`."""
 
-    attended = False
+    attended, supports_survival = False, True
     status_interval_s = 15.0  # administrators ask for at most four calls of squeue a minute
 
     def script(self, run: RunDir, attempt: int, host: SubmitHost) -> str:
@@ -119,10 +119,12 @@ class SlurmCluster(BaseSlurmCluster):
         return SlurmHandle(run)
 
     @classmethod
-    def update_statuses(cls, runs: Sequence[RunDir], found: dict[Path, RunStatus]) -> Iterator[str]:
+    def update_statuses(
+        cls, runs: Sequence[RunDir], statuses: dict[Path, RunStatus]
+    ) -> Iterator[str]:
         from orchestrator.clusters.slurm.status import update_statuses
 
-        return update_statuses(runs, found)
+        return update_statuses(runs, statuses)
 
 
 def _describe_long_notice(cluster: ClusterConfig, limit_s: float) -> str:

@@ -68,8 +68,8 @@ from orchestrator.rundir.lock import locked
 from orchestrator.rundir.metrics import recent_records, updates_of
 from orchestrator.rundir.outcome import (
     State,
-    decide_restart,
     departure_note,
+    grant_restart,
     read_outcome,
     write_result,
 )
@@ -409,7 +409,7 @@ def restart_or_end(
     failure_culprit = culprit()
     allowed = int(run.read_config()["run"].get("max_restarts", 0))
     first = int((run.read_handle() or {}).get("attempt", 0))
-    decision = decide_restart(
+    decision = grant_restart(
         run, attempt, failure_culprit, first=first, most=allowed if may_restart else 0
     )
     if decision.restarts:

@@ -53,11 +53,11 @@ def explain(error: Exception, what: str) -> str:
     head, _, trace = str(error).partition("The Traceback of Net Construct Code:")
     for stack in ("- The Function Call Stack", "- C++ Call Stack"):
         head = head.partition(stack)[0]
-    said = "\n".join(line for line in head.splitlines() if line.strip(" -"))
+    message = "\n".join(line for line in head.splitlines() if line.strip(" -"))
     frames = re.split(r"^# \d+ In file ", trace.partition("(See file")[0], flags=re.MULTILINE)[1:]
     not_the_users = (str(Path(ms.__file__).parent), str(Path(__file__).parent))
     own = [f"in {frame.rstrip()}" for frame in frames if not frame.startswith(not_the_users)]
-    return "\n".join([f"{what} does not compile: {said[:1200]}", *own[-2:]])
+    return "\n".join([f"{what} does not compile: {message[:1200]}", *own[-2:]])
 
 
 _ERRORS = (RuntimeError, TypeError, ValueError, NameError, AttributeError, SyntaxError, LookupError)
@@ -124,9 +124,9 @@ def python_loss(job: Job) -> Callable[[Any, Any], Sums]:
     names = tuple(getattr(job, "metric_names", ()))
 
     def loss(model: Any, batch: Any) -> Sums:
-        found = job.loss(model, batch)
-        check_loss(found, names, Tensor)
-        return found.total, found.weight, found.metrics
+        result = job.loss(model, batch)
+        check_loss(result, names, Tensor)
+        return result.total, result.weight, result.metrics
 
     return loss
 
@@ -215,8 +215,8 @@ class Accumulator:
 
         def pack(*trailer: Tensor) -> Tensor:
             parts: Any = ()
-            for held in sums:
-                parts = (*parts, held.reshape(-1))
+            for total in sums:
+                parts = (*parts, total.reshape(-1))
             return ops.concat((*parts, *trailer))
 
         def unpack(whole: Tensor) -> Any:
@@ -228,8 +228,8 @@ class Accumulator:
             return gradients
 
         def clear() -> bool:
-            for held in sums:
-                ops.assign(held, ops.zeros_like(held))
+            for total in sums:
+                ops.assign(total, ops.zeros_like(total))
             return True
 
         self._pack = self.compile(pack, "the packing of gradients")
@@ -284,7 +284,7 @@ class Accumulator:
         if self._reference is None or self._mode == "pynative":
             return step(*leaves)
         self._sample = self._sample or (form, leaves)
-        before = [held.asnumpy().copy() for held in self.sums]
+        before = [total.asnumpy().copy() for total in self.sums]
         drawn = repr((random.getstate(), np.random.get_state()))
         # First, because its error messages are better than a graph's.
         wanted = self._reference_gradient(form, leaves)
@@ -294,7 +294,7 @@ class Accumulator:
                 "graph keeps as constants: use ops.standard_normal, or engine.mode=pynative"
             )
         result = step(*leaves)
-        added = [held.asnumpy() - old for held, old in zip(self.sums, before, strict=True)]
+        added = [total.asnumpy() - old for total, old in zip(self.sums, before, strict=True)]
         differing = self._differing(added, [part.asnumpy() for part in wanted])
         if differing is not None:
             again = self._reference_gradient(form, leaves)
@@ -328,10 +328,10 @@ class Accumulator:
 
         def forward(*leaves: Tensor) -> Any:
             total, weight, metrics = loss(model, batch_of(leaves))
-            found: Any = ()
+            figures: Any = ()
             for name in names:
-                found = (*found, metrics[name])
-            return total, weight, found
+                figures = (*figures, metrics[name])
+            return total, weight, figures
 
         return self.precision.objective(forward)
 
@@ -344,8 +344,8 @@ class Accumulator:
 
         def micro_step(*leaves: Tensor) -> Tensor:
             (_, (total, weight, metrics)), parts = gradients(*leaves)
-            for held, part in zip(sums, parts):  # noqa: B905  # no strict in graphs
-                ops.assign_add(held, part)
+            for gradient_sum, part in zip(sums, parts):  # noqa: B905  # no strict in graphs
+                ops.assign_add(gradient_sum, part)
             figures: Any = ()
             # Halves hold no weight above 256 or 2048 exactly.
             kind = ms.float64 if total.dtype == ms.float64 else ms.float32
@@ -360,13 +360,13 @@ class Accumulator:
 
         return micro_step
 
-    def _differing(self, found: Sequence[Any], wanted: Sequence[Any]) -> str | None:
+    def _differing(self, computed: Sequence[Any], wanted: Sequence[Any]) -> str | None:
         """Return the first parameter of which two gradients differ by more than rounding."""
         tolerance = self.precision.tolerance
         sizes = [float(np.abs(y).max(initial=0.0)) for y in wanted]
         # Some gradients are 0 but for rounding, as that of attention's k.bias.
         least = max(1e-12, tolerance * max(filter(math.isfinite, sizes), default=0.0))
-        for parameter, x, y, size in zip(self.parameters, found, wanted, sizes, strict=True):
+        for parameter, x, y, size in zip(self.parameters, computed, wanted, sizes, strict=True):
             if not (np.isfinite(x).all() and np.isfinite(y).all()):
                 continue  # the boundary's to judge
             if float(np.abs(x - y).max(initial=0.0)) > tolerance * max(size, least):
@@ -446,7 +446,11 @@ class Accumulator:
     def not_finite(self, gradients: Sequence[Tensor]) -> list[str]:
         """Return the names of parameters whose gradient is not finite."""
         pairs = zip(self.parameters, gradients, strict=True)
-        return [str(one.name) for one, part in pairs if not np.isfinite(part.asnumpy()).all()]
+        return [
+            str(parameter.name)
+            for parameter, part in pairs
+            if not np.isfinite(part.asnumpy()).all()
+        ]
 
     def step_with(self, optimizer: Any) -> Compiled:
         """Return a compiled function (factor, *gradients) that averages and clips the gradients,
@@ -473,14 +477,14 @@ def flatten(batch: Any) -> tuple[Any, tuple[Tensor, ...]]:
         return ("tuple", len(batch)), tuple(batch)
     if isinstance(batch, Mapping) and all(isinstance(leaf, Tensor) for leaf in batch.values()):
         return ("mapping", *batch), tuple(batch.values())
-    found, items = f"is {type(batch).__name__}", ()
+    problem, items = f"is {type(batch).__name__}", ()
     if isinstance(batch, tuple | list | Mapping):
         items = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
     for key, leaf in items:
         if not isinstance(leaf, Tensor):
-            found = f"has a {type(leaf).__name__} at {key!r}"
+            problem = f"has a {type(leaf).__name__} at {key!r}"
             break
-    raise JobError(f"a batch must be a tensor, or a tuple or dictionary of tensors, but {found}")
+    raise JobError(f"a batch must be a tensor, or a tuple or dictionary of tensors, but {problem}")
 
 
 def batch_maker(form: Any) -> Callable[[Any], Any]:

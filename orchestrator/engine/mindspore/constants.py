@@ -24,7 +24,7 @@ class Constants:
     """
 
     def __init__(self, loss: Callable[..., Any], model: nn.Cell) -> None:
-        self._held: list[tuple[str, Sequence[Mapping[str, Any]], str, Any]] = []
+        self._values: list[tuple[str, Sequence[Mapping[str, Any]], str, Any]] = []
         job = getattr(loss, "__self__", None)
         functions: list[types.FunctionType] = []
         function: Any = getattr(loss, "__func__", loss)
@@ -49,7 +49,7 @@ class Constants:
     def _hold(self, label: str, spaces: Sequence[Mapping[str, Any]], name: str) -> None:
         value = _find(spaces, name)
         if isinstance(value, (*PLAIN, Tensor, np.ndarray)):
-            self._held.append((label, spaces, name, value))
+            self._values.append((label, spaces, name, value))
 
     def _hold_object(self, label: str, value: Any, read: Collection[str]) -> None:
         """Hold what is read of a global object, such as `current_run.update`; of a property that
@@ -64,7 +64,7 @@ class Constants:
 
     def check(self) -> None:
         """Raise `JobError` if a value has changed, of which compiled code would see nothing."""
-        for label, spaces, name, before in self._held:
+        for label, spaces, name, before in self._values:
             now = _find(spaces, name)
             plain = isinstance(before, PLAIN) and isinstance(now, PLAIN)
             if now is not before and not (plain and repr(now) == repr(before)):
@@ -87,9 +87,9 @@ def _names_read(function: Any, owner: type, functions: list[types.FunctionType])
     functions.append(function)
     names = set(function.__code__.co_names)
     for name in list(names):
-        called = (vars(one).get(name) for one in owner.__mro__)
-        for one in (*called, function.__globals__.get(name)):
-            names |= _names_read(one, owner, functions)
+        called = (vars(value).get(name) for value in owner.__mro__)
+        for value in (*called, function.__globals__.get(name)):
+            names |= _names_read(value, owner, functions)
     return names
 
 
@@ -99,7 +99,7 @@ def _names_set(function: Any) -> set[str]:
 
 
 def _spaces(owner: Any) -> list[Mapping[str, Any]]:
-    return [vars(one) for one in (owner, *type(owner).__mro__) if hasattr(one, "__dict__")]
+    return [vars(part) for part in (owner, *type(owner).__mro__) if hasattr(part, "__dict__")]
 
 
 def _find(spaces: Sequence[Mapping[str, Any]], name: str) -> Any:

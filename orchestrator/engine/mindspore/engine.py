@@ -183,10 +183,10 @@ class Snapshot:
 
 def load(path: Path, parameters: Mapping[str, Parameter]) -> None:
     """Set the parameters to a file's, bit for bit. Raises `RunFolderError` for another model's."""
-    found = load_file(str(path))
-    if wrong := describe_mismatches(_kinds_in(found), _kinds_of(parameters)):
+    tensors = load_file(str(path))
+    if wrong := describe_mismatches(_kinds_in(tensors), _kinds_of(parameters)):
         raise RunFolderError(f"{path} does not fit this model: {wrong}")
-    _assign(parameters, found)
+    _assign(parameters, tensors)
 
 
 def saved_tensors(path: Path) -> dict[str, Tensor]:
@@ -328,9 +328,9 @@ class MindSporeEngine(Engine):
             self._replica_checker.check(totals, update)
             norm_of_sum, norm = self._accumulator.norm_of(gradients), None
             named = partial(self._accumulator.not_finite, gradients)
-            found = self._policy.decide(update, totals, trailer, norm_of_sum, named)
-            if found is not None:
-                norm, factor = found
+            decision = self._policy.decide(update, totals, trailer, norm_of_sum, named)
+            if decision is not None:
+                norm, factor = decision
                 self._step(Tensor(factor, self._accumulator.dtype), *gradients)
                 self._accumulator.precision.succeeded()
         self._rate.keep()
@@ -464,8 +464,8 @@ class MindSporeEngine(Engine):
     def snapshot(self) -> Snapshot:
         """Return what `save_state` would write now, for another thread."""
         weights = self._model.parameters_dict()
-        found = {WEIGHTS: weights, OPTIMIZER: state_of(self._optimizer, weights)}
-        files = {name: arrays_of(part) for name, part in found.items()}
+        parameters = {WEIGHTS: weights, OPTIMIZER: state_of(self._optimizer, weights)}
+        files = {name: arrays_of(part) for name, part in parameters.items()}
         tensors: dict[str, Tensor] = {}
         extra = {
             "engine": "mindspore",
@@ -518,8 +518,8 @@ class MindSporeEngine(Engine):
         return super().peak_memory_bytes()
 
     def warnings(self, micro_batches: int | None = None) -> list[str]:
-        found = advice(self._model, ranks=self._group.size, micro_batches=micro_batches)
-        return [*self._model_warnings, *found]
+        sentences = advice(self._model, ranks=self._group.size, micro_batches=micro_batches)
+        return [*self._model_warnings, *sentences]
 
     # ------------------------------------------------------------------ parts
 
@@ -634,7 +634,7 @@ class FrameworkEngine(MindSporeEngine):
         )
 
     def _prepare(self, window: Window) -> None:
-        sizes = {len(one.indices) for one in window.micro_batches}
+        sizes = {len(micro_batch.indices) for micro_batch in window.micro_batches}
         shape = (len(window.micro_batches), window.samples)
         if len(sizes) != 1 or (self._shape is not None and shape != self._shape):
             raise ConfigError(

@@ -37,15 +37,15 @@ def choose_transport(spec: GroupSpec) -> str:
     """Return the transport to use. Raises `TransportError` for what this machine cannot offer."""
     transport = spec.transport
     if transport == "auto":
-        found = next(t for t in ("hccl", "nccl", "mccl") if available(DEVICE_OF[t]))
-        if found == "mccl" and spec.device_request:
+        first = next(t for t in ("hccl", "nccl", "mccl") if available(DEVICE_OF[t]))
+        if first == "mccl" and spec.device_request:
             raise TransportError(
                 f"devices were asked for ({spec.device_request}), but MindSpore finds neither an "
                 f"Ascend NPU nor a GPU that it can use for rank {spec.rank} on {spec.node} (is "
                 f"CANN installed there, and its set_env.sh sourced?). Computing on CPUs instead "
                 f"has to be said: transport=mccl"
             )
-        return found
+        return first
     if transport not in DEVICE_OF:
         raise TransportError(
             f"transport={transport} is not one of MindSpore's; it has hccl (Ascend), nccl (GPU) "
@@ -103,7 +103,7 @@ def variables(
         scheduler: address and port of MindSpore's scheduler process.
         present: the environment; what a person set of HCCL's time-outs there is left alone.
     """
-    found = {
+    values = {
         "MS_ROLE": "MS_WORKER",
         "MS_WORKER_NUM": str(spec.size),
         "MS_NODE_ID": str(spec.rank),
@@ -113,15 +113,15 @@ def variables(
     }
     collective_timeout = str(max(1, round(spec.collective_timeout_s)))
     if transport == "mccl":
-        found["MS_CPU_COMM_OP_TIMEOUT"] = collective_timeout
+        values["MS_CPU_COMM_OP_TIMEOUT"] = collective_timeout
     if transport == "hccl":
         connect_timeout = min(7200, max(120, round(spec.timeout_s)))  # HCCL's limits, by its manual
         for name, seconds in (
             ("HCCL_EXEC_TIMEOUT", hccl_exec_timeout(spec.collective_timeout_s)),
             ("HCCL_CONNECT_TIMEOUT", str(connect_timeout)),
         ):
-            found[name] = present.get(name, seconds)
-    return found
+            values[name] = present.get(name, seconds)
+    return values
 
 
 # ------------------------------------------------------------------ MindSporeGroup
@@ -162,7 +162,7 @@ class MindSporeGroup(Group):
         if self.size == 1:
             return list(tensors)
         with self._awaiting("all_reduce_sum"):
-            totals = [self._launch_sum(one.reshape(-1)).reshape(one.shape) for one in tensors]
+            totals = [self._launch_sum(part.reshape(-1)).reshape(part.shape) for part in tensors]
             self._complete(totals[-1])
         return totals
 
@@ -274,7 +274,7 @@ class MindSporeGroup(Group):
                 yield
         except RuntimeError as error:
             text = str(error).strip()
-            if not any(one in text.lower() for one in ("timeout", "timed out", "time out")):
+            if not any(phrase in text.lower() for phrase in ("timeout", "timed out", "time out")):
                 raise
             first = text.splitlines()[0]
             raise PeerLost(f"rank {self.rank}: {operation} did not end: {first}") from error
@@ -439,10 +439,10 @@ def form_group(spec: GroupSpec) -> MindSporeGroup:
             f"rank {spec.rank} on {spec.node} met the others, but MindSpore's cluster did not "
             f"form: {first}"
         ) from error
-    found = communication.get_rank(), communication.get_group_size()
-    if found != (spec.rank, spec.size):
+    numbered = communication.get_rank(), communication.get_group_size()
+    if numbered != (spec.rank, spec.size):
         raise RendezvousError(
-            f"MindSpore numbered rank {spec.rank} of {spec.size} as {found[0]} of {found[1]}"
+            f"MindSpore numbered rank {spec.rank} of {spec.size} as {numbered[0]} of {numbered[1]}"
         )
     return MindSporeGroup(
         rank=spec.rank,

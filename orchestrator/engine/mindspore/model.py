@@ -52,7 +52,7 @@ def draws(cell: Any) -> bool:
     if 0 in rates or getattr(cell, "keep_prob", None) == 1:
         return False
     calls_function = isinstance(cell, nn.Dropout1d | nn.MultiheadAttention)
-    return calls_function or any(isinstance(one, DROPOUT) for one in vars(cell).values())
+    return calls_function or any(isinstance(value, DROPOUT) for value in vars(cell).values())
 
 
 def draws_advice(what: str) -> str:
@@ -71,13 +71,13 @@ def advice(model: nn.Cell, *, ranks: int = 2, micro_batches: int | None = None) 
         ranks: how many train it.
         micro_batches: of an update, over all ranks; None for many.
     """
-    found: list[str] = []
+    sentences: list[str] = []
     norms = batch_norms(model)
     if norms and micro_batches != 1:
-        found.append(norm_advice(norms, apart=ranks > 1))
+        sentences.append(norm_advice(norms, apart=ranks > 1))
     if dropouts := [name for name, cell in model.cells_and_names() if draws(cell)]:
-        found.append(draws_advice(f"dropout in {name_layers(dropouts)}"))
-    return found
+        sentences.append(draws_advice(f"dropout in {name_layers(dropouts)}"))
+    return sentences
 
 
 def with_norms(model: nn.Cell, choice: str) -> tuple[nn.Cell, list[str]]:
@@ -88,33 +88,33 @@ def with_norms(model: nn.Cell, choice: str) -> tuple[nn.Cell, list[str]]:
         choice: `engine.norm`: "warn", which leaves it to `advice` to warn; "frozen", "group" or
             "layer".
     """
-    found = batch_norms(model)
-    if choice == "warn" or not found:
+    norms = batch_norms(model)
+    if choice == "warn" or not norms:
         return model, []
     if choice == "frozen":
-        for layer in found.values():
+        for layer in norms.values():
             layer.use_batch_statistics = False
-        return model, [replaced_norms(choice, found)]
-    made: dict[int, nn.Cell] = {}
-    for layer in found.values():
+        return model, [replaced_norms(choice, norms)]
+    replacements: dict[int, nn.Cell] = {}
+    for layer in norms.values():
         channels = int(layer.num_features)
         groups = norm_groups(choice, channels, vectors=isinstance(layer, nn.BatchNorm1d))
         grouped: Any = nn.GroupNorm(groups, channels, eps=layer.eps)
         grouped.gamma, grouped.beta = layer.gamma, layer.beta
-        made[id(layer)] = grouped
+        replacements[id(layer)] = grouped
     names = [(parameter, parameter.name) for parameter in model.get_parameters()]
     for _, parent in list(model.cells_and_names()):
-        held: Any = parent
+        container: Any = parent
         for child, layer in list(parent.name_cells().items()):
-            if id(layer) not in made:
+            if id(layer) not in replacements:
                 continue
             if isinstance(parent, nn.SequentialCell | nn.CellList):
-                held[int(child)] = made[id(layer)]
+                container[int(child)] = replacements[id(layer)]
             else:
-                setattr(held, child, made[id(layer)])
+                setattr(container, child, replacements[id(layer)])
     for parameter, name in names:  # containers add their prefix once more
         parameter.name = name
-    return made.get(id(model), model), [replaced_norms(choice, found)]
+    return replacements.get(id(model), model), [replaced_norms(choice, norms)]
 
 
 # ------------------------------------------------------------------ Dropout
@@ -258,9 +258,9 @@ class Precision(LossScale):
         self._half: Any = {"float16": ms.float16, "bfloat16": ms.bfloat16}.get(name)
         self.tolerance = 1e-3 if self._half is None else 5e-2
         # A parameter, so that graphs read its value and need no compiling when it changes.
-        self._held: Any = None
+        self._scale_parameter: Any = None
         if name == "float16":
-            self._held = Parameter(
+            self._scale_parameter = Parameter(
                 Tensor(self.scale, ms.float32), name="loss_scale", requires_grad=False
             )
 
@@ -276,22 +276,22 @@ class Precision(LossScale):
         inner: Any = forward
         if self._half is not None:
             inner = amp.auto_mixed_precision(forward, "auto", self._half)
-        held = self._held
+        scale = self._scale_parameter
 
         def plain(*leaves: Tensor) -> Any:
-            found = inner(*leaves)
-            return found[0], found
+            outputs = inner(*leaves)
+            return outputs[0], outputs
 
         def scaled(*leaves: Tensor) -> Any:
-            found = inner(*leaves)
-            return found[0].astype(ms.float32) * held, found
+            outputs = inner(*leaves)
+            return outputs[0].astype(ms.float32) * scale, outputs
 
-        return plain if held is None else scaled
+        return plain if scale is None else scaled
 
     def begin_window(self) -> None:
         """Let graphs see the scale, which changes between windows."""
-        if self._held is not None:
-            ops.assign(self._held, Tensor(self.scale, ms.float32))  # see `_assign_rate`
+        if self._scale_parameter is not None:
+            ops.assign(self._scale_parameter, Tensor(self.scale, ms.float32))  # see `_assign_rate`
 
 
 # ------------------------------------------------------------------ Weights digest
@@ -313,15 +313,15 @@ def replica_checker(
     parameters: list[Any] = [p for p in model.get_parameters() if id(p) not in own]
 
     def digests(pieces: Sequence[WeightRange]) -> list[int]:
-        held: dict[int, Any] = {}
-        found: list[int] = []
+        arrays: dict[int, Any] = {}
+        numbers: list[int] = []
         for piece in pieces:
-            if piece.number not in held:
+            if piece.number not in arrays:
                 array = parameters[piece.number].asnumpy()
-                held = {piece.number: np.ascontiguousarray(array).reshape(-1)}
-            data = held[piece.number][piece.start : piece.end].view(np.uint8).data
-            found.append(int.from_bytes(hashlib.sha256(data).digest()[:8], "little"))
-        return found
+                arrays = {piece.number: np.ascontiguousarray(array).reshape(-1)}
+            data = arrays[piece.number][piece.start : piece.end].view(np.uint8).data
+            numbers.append(int.from_bytes(hashlib.sha256(data).digest()[:8], "little"))
+        return numbers
 
     return ReplicaChecker(
         [parameter.name for parameter in parameters],
@@ -363,11 +363,11 @@ class WideSGD(nn.Cell):
         self.velocity: Any = self.parameters.clone("velocity", "zeros")
 
     def construct(self, gradients: Any) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
-        for weight, gradient, held in zip(self.parameters, gradients, self.velocity):  # noqa: B905  # compiled: no `strict`
+        for weight, gradient, velocity in zip(self.parameters, gradients, self.velocity):  # noqa: B905  # compiled: no `strict`
             step = gradient + self.decay * weight
             if self.momentum:
-                speed = held * self.momentum + step
-                ops.assign(held, speed)
+                speed = velocity * self.momentum + step
+                ops.assign(velocity, speed)
                 step = step + self.momentum * speed if self.nesterov else speed
             ops.assign_sub(weight, step * self.learning_rate)
         return True
@@ -403,9 +403,9 @@ def gradient_order(optimizer: Any, trained: Sequence[Parameter]) -> list[int]:
     Raises:
         ConfigError: it lacks a trained parameter, or has another one.
     """
-    kind, places = type(optimizer).__name__, {id(one): n for n, one in enumerate(trained)}
+    kind, places = type(optimizer).__name__, {id(weight): n for n, weight in enumerate(trained)}
     stepped = list(optimizer.parameters)
-    lacking = {id(one) for one in trained} - {id(one) for one in stepped}
+    lacking = {id(weight) for weight in trained} - {id(weight) for weight in stepped}
     for parameter in trained:
         if id(parameter) in lacking:
             raise ConfigError(
@@ -451,11 +451,11 @@ def learning_rate_of(optimizer: Any) -> LearningRate:
     return LearningRate(kind, lambda: groups, float(base), _assign_rate)
 
 
-def _assign_rate(held: Parameter, rate: float) -> None:
+def _assign_rate(parameter: Parameter, rate: float) -> None:
     """Write a rate by `ops.assign`: functions that were compiled before do not see what
     `assign_value` or `set_data` write, and in PyNative mode the optimizers compile their steps.
     """
-    ops.assign(held, Tensor(rate, held.dtype))
+    ops.assign(parameter, Tensor(rate, parameter.dtype))
 
 
 def state_of(optimizer: Any, weights: Mapping[str, Parameter]) -> dict[str, Parameter]:
@@ -463,18 +463,18 @@ def state_of(optimizer: Any, weights: Mapping[str, Parameter]) -> dict[str, Para
     them.
     """
     taken = {id(parameter) for parameter in weights.values()}
-    found = {
+    state = {
         name: parameter
         for name, parameter in optimizer.parameters_dict().items()
         if id(parameter) not in taken
     }
-    taken.update(map(id, found.values()))
+    taken.update(map(id, state.values()))
     # MindSpore's search leaves out Python lists, in which NAdam, ASGD and users hold state.
     for path, cell in optimizer.cells_and_names():
-        for attribute, held in vars(cell).items():
-            members: Any = enumerate(held if isinstance(held, list | tuple) else ())
-            for place, one in members:
-                if isinstance(one, Parameter) and id(one) not in taken:
-                    found[f"{path}.{attribute}.{place}".lstrip(".")] = one
-                    taken.add(id(one))
-    return found
+        for attribute, value in vars(cell).items():
+            members: Any = enumerate(value if isinstance(value, list | tuple) else ())
+            for place, member in members:
+                if isinstance(member, Parameter) and id(member) not in taken:
+                    state[f"{path}.{attribute}.{place}".lstrip(".")] = member
+                    taken.add(id(member))
+    return state

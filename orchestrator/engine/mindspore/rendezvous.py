@@ -62,8 +62,8 @@ def ahead(spec: GroupSpec) -> None:
 
 def scheduler_of(spec: GroupSpec) -> Scheduler:
     """Return the scheduler that was started ahead, or a new one."""
-    found = _started.pop(spec.folder, None)
-    return found or Scheduler(spec.address, spec.size, spec.timeout_s)
+    scheduler = _started.pop(spec.folder, None)
+    return scheduler or Scheduler(spec.address, spec.size, spec.timeout_s)
 
 
 class Scheduler:
@@ -119,8 +119,9 @@ class Scheduler:
         except psutil.NoSuchProcess:  # it has ended since
             return False
         return any(
-            one.status == psutil.CONN_LISTEN and getattr(one.laddr, "port", None) == self.port
-            for one in own
+            connection.status == psutil.CONN_LISTEN
+            and getattr(connection.laddr, "port", None) == self.port
+            for connection in own
         )
 
     def watch(self) -> None:

@@ -665,8 +665,8 @@ class Accumulator:
         error: ReplicasDiffer | None = None
         try:
             self._replica_checker.check_all()
-        except ReplicasDiffer as found:
-            error = found
+        except ReplicasDiffer as difference:
+            error = difference
         if self.fully_sharded is not None:  # only the ranks with the same shards know of it
             odd = ranks_where(self.group, error is not None and self.group.rank in error.ranks)
             if odd and (error is None or tuple(odd) != error.ranks):

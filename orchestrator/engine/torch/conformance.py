@@ -48,8 +48,8 @@ class TorchArrays:
         return tensor.reshape(-1).tolist()
 
 
-def _expect_equal(found: Tensor, wanted: Tensor, what: str) -> None:
-    expect((found.dtype, found.tolist()), (wanted.dtype, wanted.tolist()), what)
+def _expect_equal(actual: Tensor, wanted: Tensor, what: str) -> None:
+    expect((actual.dtype, actual.tolist()), (wanted.dtype, wanted.tolist()), what)
 
 
 def accepts_every_dtype_and_stride(group: BaseGroup) -> None:
@@ -57,8 +57,8 @@ def accepts_every_dtype_and_stride(group: BaseGroup) -> None:
     total, last = sum(range(group.size + 1)), group.size - 1
     sizes = [rank + 1 for rank in range(group.size)]
     for dtype in DTYPES:
-        mine = torch.full((2, 3), group.rank + 1, device=group.device).to(dtype)
-        for tensor in (mine.clone(), mine.t().contiguous().t(), mine.repeat(1, 2)[:, ::2]):
+        own = torch.full((2, 3), group.rank + 1, device=group.device).to(dtype)
+        for tensor in (own.clone(), own.t().contiguous().t(), own.repeat(1, 2)[:, ::2]):
             before = tensor.stride()
             group.all_reduce_sum(tensor)
             _expect_equal(tensor.cpu(), torch.full((2, 3), total).to(dtype), f"sum of {dtype}")
@@ -84,11 +84,11 @@ def exchanges_pieces_with_all_to_all(group: BaseGroup) -> None:
     """Test `all_to_all` with a last rank that sends nothing and receives something."""
     giving = group.size - 1 or 1
     first = 100.0 * group.rank
-    mine = torch.arange(2 * group.size, device=group.device) + first
-    mine = mine if group.rank < giving else mine[:0]
+    sent = torch.arange(2 * group.size, device=group.device) + first
+    sent = sent if group.rank < giving else sent[:0]
     counts = [2 if rank < giving else 0 for rank in range(group.size)]
     received = torch.empty(sum(counts), device=group.device)
-    group.all_to_all(received, mine, counts=counts)
+    group.all_to_all(received, sent, counts=counts)
     wanted = [100.0 * rank + 2 * group.rank + n for rank in range(giving) for n in (0, 1)]
     expect(received.tolist(), wanted, "pieces of all_to_all")
 
@@ -98,10 +98,10 @@ def moves_pieces_of_any_size(group: BaseGroup) -> None:
     sizes = [3 * rank for rank in range(group.size)]
     first = sum(sizes[: group.rank])
     whole = torch.arange(float(sum(sizes)), device=group.device)
-    mine = whole[first : first + sizes[group.rank]]
-    group.reduce_scatter_sum_async(mine, whole, sizes).wait()
+    piece = whole[first : first + sizes[group.rank]]
+    group.reduce_scatter_sum_async(piece, whole, sizes).wait()
     wanted = [float(group.size * n) for n in range(sum(sizes))]
-    expect(mine.tolist(), wanted[first : first + len(mine)], "a sum of uneven pieces")
+    expect(piece.tolist(), wanted[first : first + len(piece)], "a sum of uneven pieces")
     group.gather_in_place_async(whole, sizes).wait()
     expect(whole.tolist(), wanted, "gathered uneven pieces")
 
@@ -134,11 +134,11 @@ def an_update_equals_that_of_one_big_batch(group: BaseGroup) -> None:
     x = torch.randn(SAMPLES, 3, generator=draw, dtype=torch.float64)
     owned = {"shard_optimizer": True, "shard_by": "parameters"}
     for options in ({}, {"shard_optimizer": True}, owned, {"reduction": "reproducible"}):
-        mine = x.tensor_split(group.size)[group.rank]
-        found = _after_an_update(group, mine, **options)
+        part = x.tensor_split(group.size)[group.rank]
+        weights = _after_an_update(group, part, **options)
         wanted = _after_an_update(None, x)
-        if not torch.allclose(found, wanted, rtol=1e-12, atol=0.0):
-            raise AssertionError(f"weights after an update with {options}: {found} for {wanted}")
+        if not torch.allclose(weights, wanted, rtol=1e-12, atol=0.0):
+            raise AssertionError(f"weights after an update with {options}: {weights} for {wanted}")
 
 
 def _after_an_update(group: BaseGroup | None, x: Tensor, **options: Any) -> Tensor:

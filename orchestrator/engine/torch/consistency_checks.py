@@ -8,9 +8,9 @@ import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import groupby, zip_longest
+from itertools import groupby, starmap, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -156,10 +156,16 @@ def machine_warning(
 # they differ, a second one tells which ranks differ in what.
 
 
-Trait = tuple[str, str]
-"""Name and value of something that has to be equal on all ranks."""
+class Trait(NamedTuple):
+    """Something that has to be equal on all ranks. `of_tensor`: the numbers of one of the model."""
 
-_NUMBERS = "the numbers of "
+    what: str
+    value: str
+    of_tensor: bool = False
+
+
+def _numbers_of(name: str, tensor: Tensor) -> Trait:
+    return Trait(f"the numbers of {name}", digest_of(tensor), of_tensor=True)
 
 
 def check_same_start(
@@ -190,14 +196,14 @@ def check_same_start(
     whole = [(name, tensor) for name, tensor in tensors if not is_sharded(tensor)]
     shards = [(name, local_part(tensor)) for name, tensor in tensors if is_sharded(tensor)]
     shapes = [
-        (f"the accumulator's {name}", repr(value))
+        Trait(f"the accumulator's {name}", repr(value))
         for name, value in options.shared_by_ranks().items()
     ]
     for kind, listed in (("parameter", named), ("buffer", buffers)):
         for number, (name, tensor) in enumerate(listed):
             form = f"{tensor.dtype} {tuple(tensor.shape)}".removeprefix("torch.")
             form += ", trained" if tensor.requires_grad else ""
-            shapes.append((f"{kind} number {number}", f"{name} ({form})"))
+            shapes.append(Trait(f"{kind} number {number}", f"{name} ({form})"))
     # A job class has no accumulator of its own.
     in_loop = not isinstance(options, EngineSettings)
     if options.broadcast:
@@ -205,22 +211,22 @@ def check_same_start(
         broadcast_tensors(group, [tensor for _, tensor in whole])
         broadcast_tensors(replicate_group, [tensor for _, tensor in shards])
     name_of = {id(tensor): name for name, tensor in reversed(named)}
-    for_all = [*shapes, *((_NUMBERS + name, digest_of(tensor)) for name, tensor in whole)]
-    for_all.append(("the optimizer", type(optimizer).__qualname__))
+    for_all = [*shapes, *starmap(_numbers_of, whole)]
+    for_all.append(Trait("the optimizer", type(optimizer).__qualname__))
     for number, settings in enumerate(optimizer.param_groups):
         for key, value in sorted(settings.items()):
             if key == "params":
                 value = [name_of.get(id(parameter)) for parameter in value]  # noqa: PLW2901
-            for_all.append((f"{key} of the optimizer's group {number}", digest_of(value)))
-    of_replicas = [(_NUMBERS + name, digest_of(tensor)) for name, tensor in shards]
+            for_all.append(Trait(f"{key} of the optimizer's group {number}", digest_of(value)))
+    of_replicas = [*starmap(_numbers_of, shards)]
     for owner, state in optimizer.state.items():
         if not isinstance(state, Mapping):  # a number that the optimizer keeps for itself
-            of_replicas.append((f"the optimizer's {owner}", digest_of(state)))
+            of_replicas.append(Trait(f"the optimizer's {owner}", digest_of(state)))
             continue
         entries: Mapping[Any, Any] = state
         for key in sorted(entries, key=str):
             what = f"the optimizer's {key} of {name_of.get(id(owner))}"
-            of_replicas.append((what, digest_of(entries[key])))
+            of_replicas.append(Trait(what, digest_of(entries[key])))
     if not shards:
         check_same_traits(group, [*for_all, *of_replicas], in_loop=in_loop)
         return
@@ -228,8 +234,8 @@ def check_same_start(
     error: JobError | None = None
     try:
         check_same_traits(replicate_group, of_replicas, replicate_ranks)
-    except JobError as found:
-        error = found
+    except JobError as difference:
+        error = difference
     # Ranks of other copies fail as well, rather than wait for these in the next collective.
     odd = ranks_where(group, error is not None)
     if error is not None:
@@ -258,24 +264,25 @@ def check_same_traits(
     # Two ranks alone send all their traits: of thousands they would fill the memory of each.
     compared = group.rank in (usual_rank, odd[0])
     texts = gather_texts(group, json.dumps(list(traits) if compared else []))
-    usual: list[Trait] = json.loads(texts[usual_rank])
-    odd_traits: list[Trait] = json.loads(texts[odd[0]])
+    usual, odd_traits = (
+        [Trait(*values) for values in json.loads(texts[rank])] for rank in (usual_rank, odd[0])
+    )
     numbers = [(numbers or range(group.size))[rank] for rank in odd]
     who, verb = named_ranks(numbers), "differ" if len(odd) > 1 else "differs"
-    pairs = list(zip_longest(usual, odd_traits, fillvalue=("", "nothing")))
-    (what, value), (_, other) = next((a, b) for a, b in pairs if a != b)
-    if what.startswith(_NUMBERS):
-        count = sum(a != b and a[0].startswith(_NUMBERS) for a, b in pairs)
+    pairs = list(zip_longest(usual, odd_traits, fillvalue=Trait("", "nothing")))
+    trait, other = next((a, b) for a, b in pairs if a != b)
+    if trait.of_tensor:
+        count = sum(a != b and a.of_tensor for a, b in pairs)
         raise JobError(
             f"the model is not the same on every rank: {who} {verb} from the others in {count} of "
-            f"its tensors, first in {what}. Build the model from one seed on every rank "
+            f"its tensors, first in {trait.what}. Build the model from one seed on every rank "
             "(torch.manual_seed), or load the same file"
             + "; Accumulator(..., broadcast=True) gives all ranks rank 0's numbers, as DDP does"
             * in_loop
         )
     raise JobError(
-        f"ranks do not start alike: {who} {verb} from the others, first in {what}: it is {other} "
-        f"on rank {numbers[0]}, and {value} on others"
+        f"ranks do not start alike: {who} {verb} from the others, first in {trait.what}: it is "
+        f"{other.value} on rank {numbers[0]}, and {trait.value} on others"
     )
 
 

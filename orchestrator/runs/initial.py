@@ -1,8 +1,11 @@
-"""Branches: the state of another run's checkpoint, in a new run (`train.initial_state`)."""
+"""The beginning of a new run from another one: its weights (`train.initial_weights`), or a branch,
+the whole state of a checkpoint (`train.initial_state`).
+"""
 
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 from typing import Any, Literal
 
 from orchestrator.config.program import is_program
@@ -19,9 +22,59 @@ from orchestrator.rundir.checkpoints import (
     newest,
     split_reference,
     updates_after,
+    weights_of,
 )
-from orchestrator.rundir.folder import BRANCH, RunDir
-from orchestrator.runs.resume import plan_of_run
+from orchestrator.rundir.folder import BRANCH, INITIAL_DIGEST, RunDir
+from orchestrator.runs.recorded import plan_of_run
+
+
+def initial_weights(config: Config) -> Path | None:
+    """Return the weights file: the one that is named, or the newest valid one of a run.
+
+    Raises:
+        ConfigError: there is none, or it is no safetensors file.
+    """
+    reference = config.train.initial_weights
+    if reference is None:
+        return None
+    from orchestrator.rundir.tensors import SafetensorsFile  # NumPy, if it is needed
+
+    try:
+        path, (folder, which) = expand_user(reference), split_reference(reference)
+        if which is not None and not path.exists():
+            run = RunDir(expand_user(folder)).existing()
+            path = weights_of(kept_checkpoint(run, which))
+        elif path.is_dir():
+            run = RunDir(path).existing()
+            checkpoint, _ = newest(run.checkpoints, run.identity)
+            if checkpoint is None:
+                raise RunFolderError("that run has no weights yet: no sound checkpoint was written")
+            path = weights_of(checkpoint.folder)
+        if not SafetensorsFile(path).tensors:
+            raise RunFolderError(f"{path} holds no tensors")
+    except (UsageError, OSError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"train.initial_weights={reference}: {why}") from error
+    return path
+
+
+def keep_initial_weights(config: Config, run: RunDir) -> dict[str, str]:
+    """Copy the file into the new run's folder, so that the run does not depend on it.
+
+    Returns:
+        The copy's digest, for submission.json; nothing where no weights are asked for.
+    """
+    path = initial_weights(config)
+    if path is None:
+        return {}
+    from orchestrator.rundir.tensors import SafetensorsFile  # NumPy, if it is needed
+
+    if path.is_dir():
+        SafetensorsFile(path).write(run.initial_weights)
+    else:
+        shutil.copyfile(path, run.initial_weights)
+    run.initial_weights.chmod(0o600)
+    return {INITIAL_DIGEST: file_sha256(run.initial_weights)}
 
 
 def branch_of(config: Config) -> Branch | None:
