@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
 import enum
 import logging
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -268,6 +270,28 @@ class RestartDecision:
     message: str = ""
 
 
+NUMBER = re.compile(r"0x[0-9a-f]+|\d[\d.]*(?: ?[KMGT]i?B\b)?", re.IGNORECASE)
+"""A number in an error's text, with its unit: a size, a process id, an address in memory."""
+
+
+def _is_same_error(error: str, earlier: str) -> bool:
+    """Return whether two attempts raised the same: the type, and the text but for its numbers.
+
+    An `OSError` comes from outside, and its numbers may name another file, host or port, so
+    another start may get further.
+
+    >>> memory = "OutOfMemoryError: CUDA out of memory. Tried to allocate {}; process {} has {}"
+    >>> _is_same_error(memory.format("2.00 GiB", 41, "9 MiB"), memory.format("512 MiB", 7, "1 GiB"))
+    True
+    >>> _is_same_error("ConnectionError: no 10.0.0.1:80", "ConnectionError: no 10.0.0.2:80")
+    False
+    """
+    kind = getattr(builtins, error.partition(":")[0].rpartition(".")[2], None)
+    if isinstance(kind, type) and issubclass(kind, OSError):
+        return error == earlier
+    return NUMBER.sub("", error) == NUMBER.sub("", earlier)
+
+
 def decide_restart(
     run: RunDir, attempt: int, culprit: Culprit, *, first: int, most: int
 ) -> RestartDecision:
@@ -299,7 +323,8 @@ def decide_restart(
     elif not program:  # whose progress is unknown: its next start may get further
         own = [f for f in run.failures(attempt) if f["rank"] == culprit.rank and not f["secondary"]]
         raised = str(own[0]["cause"]) if own else None
-    same = earlier and raised is not None and raised == earlier[-1]["raised"]
+    before = earlier[-1]["raised"] if earlier else None
+    same = raised is not None and before is not None and _is_same_error(raised, before)
     if same and update <= earlier[-1]["update"]:  # without an update in between
         where = f"in update {update}" if update >= 0 else "before the first update"
         did = "hung" if culprit.hangs else "raised the same"
