@@ -7,6 +7,7 @@ need its launcher: `SlurmHandle` is made from the run folder alone, in any shell
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from orchestrator.clusters.slurm.submission import adopt, queue
 from orchestrator.config.schema import ClusterConfig, Config, end_s, gpu_count, node_range, notice_s
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.status import RunStatus
-from orchestrator.units import plural
+from orchestrator.units import format_bytes, plural
 
 CPUS_FOR_A_GPU = 4
 _answers: dict[tuple[object, ...], Admission] = {}
@@ -73,6 +74,14 @@ class SlurmCluster(BaseSlurmCluster):
         limit_s: float | None = _answers[key].notice.get("time_limit_s")
         if limit_s is not None and cluster.signal_ahead_s >= limit_s / 2:
             warnings = (*warnings, _describe_long_notice(cluster, limit_s))
+        addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if addresses != resource.RLIM_INFINITY and "propagate" not in cluster.slurm_flags:
+            limited = (
+                f"this shell limits processes to {format_bytes(addresses)} of addresses (ulimit "
+                "-v), and SLURM gives that limit to the ranks; CUDA reserves many more. Set "
+                "cluster.slurm_flags.propagate=NONE, or ulimit -S -v unlimited"
+            )
+            warnings = (*warnings, limited)
         if ignored := without_effect(cluster, os.environ):
             none = (
                 f"variables without effect here: {', '.join(ignored)}; set the key of cluster.*, "

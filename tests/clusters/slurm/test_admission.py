@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import resource
 
 import pytest
 
@@ -151,6 +152,26 @@ def test_a_notice_is_half_of_the_time_limit_at_most(
     assert f"#SBATCH --signal=USR2@{notice_s}\n" in request.text
     warnings = [w for w in cluster.check(request).warnings if "signal_ahead_s" in w]
     assert [advice in warning for warning in warnings] == ([True] if advice else [])
+
+
+def test_a_limit_of_addresses_that_slurm_would_give_to_the_ranks_is_warned_of(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setattr(slurm_cluster, "check_request", lambda *_: Admission())
+    monkeypatch.setattr(slurm_cluster, "_answers", {})
+
+    def warnings(*overrides):
+        cluster = cluster_of(compose(["+cluster=slurm", *overrides]))
+        return cluster.check(cluster.request(tmp_path / "run", 0)).warnings
+
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    assert not any("ulimit -v" in warning for warning in warnings())
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 46, before[1]))
+    try:
+        assert "cluster.slurm_flags.propagate=NONE" in " ".join(warnings())
+        assert not any("ulimit" in w for w in warnings("cluster.slurm_flags.propagate=NONE"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def test_a_persons_variables_for_sbatch_that_decide_nothing_are_named(monkeypatch, tmp_path):
