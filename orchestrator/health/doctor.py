@@ -318,7 +318,7 @@ HURTFUL: tuple[tuple[Callable[[Settings], bool], str, str], ...] = (
     (
         lambda s: _number(s, "AuthInfo", 120, r"cred_expire=(\d+)") > 30,
         "a requeued job waits up to two minutes before it starts again (AuthInfo's cred_expire)",
-        "ask for AuthInfo=cred_expire=5 in slurm.conf (1 is refused)",
+        "nothing needs to be done: this is normal",
     ),
     (
         lambda s: "none" in s.get("TaskPlugin", "none"),

@@ -46,6 +46,11 @@ def test_each_setting_that_hurts_is_told_with_what_to_do(setting):
     assert len(doctor.HURTFUL) == len(HURTFUL), "each has a row here"
 
 
+def test_the_wait_of_a_requeued_job_is_called_normal():
+    [wait] = [c for c in doctor.from_settings({**KIND, "AuthInfo": "(null)"}) if c.remedy]
+    assert (wait.state, wait.remedy) == (NOTE, "nothing needs to be done: this is normal")
+
+
 @pytest.mark.parametrize(
     ("limit", "harmless", "remedy"),
     [
