@@ -195,7 +195,8 @@ def test_a_variable_that_names_another_cluster_is_refused(monkeypatch, tmp_path,
     with pytest.raises(ClusterError, match=rf"^{variable}=there is set.*-M .*cluster\.slurm_conf"):
         check("there")
     assert check("here") == check("there,here") == check("")
-    check("there", "cluster.slurm_conf=/etc/there/slurm.conf")
+    (conf := tmp_path / "slurm.conf").touch()
+    check("there", f"cluster.slurm_conf={conf}")
 
 
 def test_a_persons_variables_for_sbatch_that_decide_nothing_are_named(monkeypatch, tmp_path):
