@@ -329,7 +329,7 @@ def options(config: Config, run: RunDir) -> Iterator[tuple[str, object]]:
     if cluster.time_min is not None:
         yield "time", cluster.time_min
     if cluster.exclusive:
-        yield "exclusive", True
+        yield "exclusive", cluster.exclusive
     yield ("no-requeue" if cluster.requeue is False else "requeue"), True
     if config.run.survive:
         yield "no-kill", True
