@@ -453,6 +453,11 @@ def test_a_container_sees_the_run_the_code_and_where_the_person_stands(tmp_path)
         python,
     ):
         assert f"    {words} \\" in pyxis.splitlines()
+    flags = {"container-mounts": "/data:/data:ro,/scratch", "container-writable": True}
+    more = text_of(tmp_path, **image, container_runtime="pyxis", srun_flags=flags)
+    [option] = [line.strip() for line in more.splitlines() if "--container-mounts" in line]
+    assert option == f"--container-mounts={mounts},/data:/data:ro,/scratch \\"
+    assert "    --container-writable \\" in more.splitlines()
     plain = text_of(tmp_path, **image, container_runtime="apptainer")
     binds = "--bind=" + ",".join(map(str, folders))
     assert f"    apptainer exec {binds} /images/a.sqsh {python} \\" in plain.splitlines()
