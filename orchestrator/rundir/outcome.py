@@ -288,8 +288,8 @@ NUMBER = re.compile(r"0x[0-9a-f]+|\d[\d.]*(?: ?[KMGT]i?B\b)?", re.IGNORECASE)
 def _is_same_error(error: str, earlier: str) -> bool:
     """Return whether two attempts raised the same: the type, and the text but for its numbers.
 
-    An `OSError` comes from outside, and its numbers may name another file, host or port, so
-    another start may get further.
+    An `OSError`, or one on a URL, comes from outside, and its numbers may name another file, host
+    or port, so another start may get further.
 
     >>> memory = "OutOfMemoryError: CUDA out of memory. Tried to allocate {}; process {} has {}"
     >>> _is_same_error(memory.format("2.00 GiB", 41, "9 MiB"), memory.format("512 MiB", 7, "1 GiB"))
@@ -298,7 +298,7 @@ def _is_same_error(error: str, earlier: str) -> bool:
     False
     """
     kind = getattr(builtins, error.partition(":")[0].rpartition(".")[2], None)
-    if isinstance(kind, type) and issubclass(kind, OSError):
+    if "://" in error or (isinstance(kind, type) and issubclass(kind, OSError)):
         return error == earlier
     return NUMBER.sub("", error) == NUMBER.sub("", earlier)
 

@@ -55,6 +55,9 @@ SMALL, LARGE = (
     for values in (("20.00 MiB", "11.06 MiB", 2914), ("1.25 GiB", "987.31 MiB", 80211))
 )
 SHARDS = [Culprit(rank=1, node="node0", cause=f"OSError: no shard {n}") for n in (17, 23)]
+PARTS = [
+    Culprit(rank=1, node="node0", cause=f"HTTPError: 503 for https://data/{n}") for n in (17, 23)
+]
 WRONG = Culprit(rank=0, node="node0", cause="no such file", usage=True)
 
 
@@ -70,6 +73,7 @@ WRONG = Culprit(rank=0, node="node0", cause="no such file", usage=True)
         ([(SMALL, 5), (KILLED, 5)], True),  # a loss is never the same
         ([(KILLED, 5), (KILLED, 5)], True),
         ([(shard, None) for shard in SHARDS], True),  # from outside, of another file
+        ([(part, None) for part in PARTS], True),
         ([(WRONG, None)], False),
     ],
 )
