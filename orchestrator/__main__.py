@@ -37,6 +37,7 @@ from orchestrator.errors import (
     EXIT_FINISHED,
     EXIT_INTERRUPTED,
     EXIT_TIMED_OUT,
+    ClusterError,
     ConfigError,
     OrchestratorError,
     RunFolderError,
@@ -404,10 +405,10 @@ def logs(
 
 @verb("cancel RUN")
 def cancel(
-    run: Annotated[
-        Path,
+    runs: Annotated[
+        list[Path],
         typer.Argument(
-            help="A run folder, or a sweep's: all its points.", autocompletion=complete_runs
+            help="Run folders, or sweeps': all their points.", autocompletion=complete_runs
         ),
     ],
     now: Annotated[bool, typer.Option("--now", help="At once, without a checkpoint.")] = False,
@@ -415,18 +416,31 @@ def cancel(
 ) -> None:
     """Stop a run, which `resume` continues: all ranks together at the next update boundary, with a
     checkpoint; a program by its signal.
-    """
-    del verbose
-    from orchestrator.api import Run, Sweep
-    from orchestrator.rundir.status import find_runs
 
-    folder = run.absolute()
-    if find_runs(folder) == [folder]:
-        sentences = [Run(folder).cancel(now=now)]
-    else:
-        sentences = Sweep(folder).cancel(now=now)
-    for sentence in sentences:
-        say(Console(), sentence)
+    Of several runs, those that have ended already are no error.
+    """
+    from orchestrator.api import Run, Sweep
+    from orchestrator.rundir.status import OVER, find_runs
+    from orchestrator.runs.status import expand, statuses
+
+    code = 0
+    for folder in (path.absolute() for path in runs):
+        try:
+            alone = find_runs(folder) == [folder]
+            sentences = [Run(folder).cancel(now=now)] if alone else Sweep(folder).cancel(now=now)
+        except (OrchestratorError, OSError) as error:
+            if len(runs) == 1:
+                raise
+            if isinstance(error, ClusterError) and all(
+                status.state in OVER for status in statuses(expand([folder]))[0]
+            ):
+                say(Console(), f"{folder} has ended already")
+            else:
+                code = code or print_error(error, verbose=verbose)
+            continue
+        for sentence in sentences:
+            say(Console(), sentence)
+    raise typer.Exit(code)
 
 
 @verb("compare RUN_A RUN_B --tensors")

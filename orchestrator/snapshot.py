@@ -274,7 +274,8 @@ def copy_code(target: str | ProgramConfig, run: Path, into: Path) -> list[str]:
         for name in names:
             path = part / str(number) / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(root / name, path, follow_symlinks=False)  # with its time
+            # Not with its time: a site may remove files that are old by it while a job waits.
+            shutil.copy(root / name, path, follow_symlinks=False)
             if not path.is_symlink():
                 path.chmod(0o500 if path.stat().st_mode & stat.S_IXUSR else 0o400)
     roots = {str(root): str(number) for number, root in enumerate(files_by_root)}

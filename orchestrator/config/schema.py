@@ -171,7 +171,7 @@ class ClusterConfig:
     signal_ahead_s: int = number(60, least=1, most=65_535)  # sbatch's own limit
     requeue: bool | None = None
     allocation: str = choice("new", "current")
-    exclusive: bool | None = None
+    exclusive: Any = None
     interface: str | None = None
     slurm_conf: str | None = None
     slurm_flags: dict[str, Any] = field(default_factory=dict[str, Any])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import os
 import platform
 import re
@@ -40,7 +41,7 @@ from orchestrator.rundir.metrics import read_metrics
 from orchestrator.rundir.outcome import describe_end
 from orchestrator.runs.follow import OutputOptions, start_run
 from orchestrator.runs.start import prepared_run, stated_folder
-from orchestrator.units import format_bytes, format_seconds, plural
+from orchestrator.units import format_bytes, format_count, format_seconds, plural
 
 GOOD, NOTE, BAD = "good", "note", "bad"
 
@@ -107,6 +108,17 @@ def _version(name: str) -> str | None:
 
 
 LITTLE_SHARED = 1 << 30
+UNLIMITED_ON_NODES = (
+    "ulimit -S {} before the launch; SLURM gives jobs the limits of the submitting shell, except "
+    "with cluster.slurm_flags.propagate=NONE"
+)
+# Soft limits, the least that runs get along with, the option of ulimit, and what is limited.
+LEAST_LIMITS: tuple[tuple[int, float, str, str], ...] = (
+    (resource.RLIMIT_AS, math.inf, "-v unlimited", "bytes of addresses; CUDA reserves many more"),
+    (resource.RLIMIT_DATA, math.inf, "-d unlimited", "bytes of data"),
+    (resource.RLIMIT_NOFILE, 1024, "-n 65536", "open files and sockets"),
+    (resource.RLIMIT_NPROC, 512, "-u 4096", "processes and threads of all of yours"),
+)
 
 
 def limits() -> Iterator[CheckResult]:
@@ -123,6 +135,11 @@ def limits() -> Iterator[CheckResult]:
             "ulimit -l unlimited (PropagateResourceLimitsExcept=MEMLOCK in slurm.conf): RDMA "
             "wants locked memory, NCCL fails or falls back to TCP without",
         )
+    for limit, least, option, what in LEAST_LIMITS:
+        soft, _ = resource.getrlimit(limit)
+        if soft != resource.RLIM_INFINITY and soft < least:
+            text = f"a process may have {format_count(soft)} {what}"
+            yield CheckResult("limits", text, BAD, UNLIMITED_ON_NODES.format(option))
     shared = Path("/dev/shm")  # noqa: S108  # only its size is read
     size = shutil.disk_usage(shared).total if shared.is_dir() else 0
     if size < LITTLE_SHARED:
@@ -301,7 +318,7 @@ HURTFUL: tuple[tuple[Callable[[Settings], bool], str, str], ...] = (
     (
         lambda s: _number(s, "AuthInfo", 120, r"cred_expire=(\d+)") > 30,
         "a requeued job waits up to two minutes before it starts again (AuthInfo's cred_expire)",
-        "ask for AuthInfo=cred_expire=5 in slurm.conf (1 is refused)",
+        "nothing needs to be done: this is normal",
     ),
     (
         lambda s: "none" in s.get("TaskPlugin", "none"),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
 import enum
 import logging
+import math
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +23,7 @@ from orchestrator.rundir.metrics import (
     updates_of,
 )
 from orchestrator.rundir.program_link import STOP_HANDLER
-from orchestrator.units import plural
+from orchestrator.units import format_seconds, plural
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +42,10 @@ class State(enum.Enum):
         return self in (State.FINISHED, State.STOPPED, State.FAILED)
 
 
+FREE_RESTARTS = 2
+"""Restarts after failures without progress that follow at once; each later pause is twice as long
+as the one before."""
+FIRST_PAUSE_S, MOST_PAUSE_S = 30.0, 600.0
 NO_RESULT = "all ranks ended in order, but none wrote a result"
 EXIT_CODES = {
     State.FINISHED: EXIT_FINISHED,
@@ -265,10 +272,38 @@ def describe_stop(run: RunDir) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestartDecision:
-    """The decision on another attempt. `message`: which one begins, or why none, if remarkable."""
+    """The decision on another attempt.
+
+    Attributes:
+        message: which one begins, or why none, if remarkable.
+        number: of the restart, from 1.
+    """
 
     restarts: bool
     message: str = ""
+    number: int = 0
+
+
+NUMBER = re.compile(r"0x[0-9a-f]+|\d[\d.]*(?: ?[KMGT]i?B\b)?", re.IGNORECASE)
+"""A number in an error's text, with its unit: a size, a process id, an address in memory."""
+
+
+def _is_same_error(error: str, earlier: str) -> bool:
+    """Return whether two attempts raised the same: the type, and the text but for its numbers.
+
+    An `OSError`, or one on a URL, comes from outside, and its numbers may name another file, host
+    or port, so another start may get further.
+
+    >>> memory = "OutOfMemoryError: CUDA out of memory. Tried to allocate {}; process {} has {}"
+    >>> _is_same_error(memory.format("2.00 GiB", 41, "9 MiB"), memory.format("512 MiB", 7, "1 GiB"))
+    True
+    >>> _is_same_error("ConnectionError: no 10.0.0.1:80", "ConnectionError: no 10.0.0.2:80")
+    False
+    """
+    kind = getattr(builtins, error.partition(":")[0].rpartition(".")[2], None)
+    if "://" in error or (isinstance(kind, type) and issubclass(kind, OSError)):
+        return error == earlier
+    return NUMBER.sub("", error) == NUMBER.sub("", earlier)
 
 
 def grant_restart(
@@ -302,7 +337,8 @@ def grant_restart(
     elif not program:  # whose progress is unknown: its next start may get further
         own = [f for f in run.failures(attempt) if f["rank"] == culprit.rank and not f["secondary"]]
         raised = str(own[0]["cause"]) if own else None
-    same = earlier and raised is not None and raised == earlier[-1]["raised"]
+    before = earlier[-1]["raised"] if earlier else None
+    same = raised is not None and before is not None and _is_same_error(raised, before)
     if same and update <= earlier[-1]["update"]:  # without an update in between
         where = f"in update {update}" if update >= 0 else "before the first update"
         did = "hung" if culprit.hangs else "raised the same"
@@ -319,8 +355,42 @@ def grant_restart(
     failed = {"attempt": attempt, "update": update, "raised": raised}
     write_json(run.departure(attempt), {**departure_note(why), "failed": failed})
     begins = "starts the program again" if program else "begins from the newest checkpoint"
+    number = len(earlier) + 1
     message = (
-        f"attempt {attempt + 1} {begins} (restart {len(earlier) + 1} of "
-        f"{most} that run.max_restarts allows)"
+        f"attempt {attempt + 1} {begins} (restart {number} of {most} that run.max_restarts allows)"
     )
-    return RestartDecision(restarts=True, message=message)
+    return RestartDecision(restarts=True, message=message, number=number)
+
+
+def note_pause(run: RunDir, attempt: int, number: int, lives_s: Sequence[float]) -> float:
+    """Record in the attempt's folder how long the restart after it waits; return the seconds.
+
+    Each start has its price on a cluster (its prolog on every node), and one that fails at once
+    probably fails again. So restarts follow ever more slowly, but none is refused: what a start
+    needs (a licence server, say) may come back after hours.
+
+    Args:
+        number: of the restart.
+        lives_s: how long each of the starts in a row has run that failed without progress, up to
+            this one.
+    """
+    doublings = len(lives_s) - FREE_RESTARTS - 1
+    if doublings < 0:
+        return 0.0
+    pause_s = min(FIRST_PAUSE_S * 2.0 ** min(doublings, 30), MOST_PAUSE_S)
+    within_s = max(1, math.ceil(max(lives_s)))
+    why = f"it failed {len(lives_s)} times within {within_s} s of its start"
+    pause = {"restart": number, "until": time.time() + pause_s, "why": why}
+    write_json(
+        run.departure(attempt), {**(read_json(run.departure(attempt)) or {}), "pause": pause}
+    )
+    return pause_s
+
+
+def describe_pause(run: RunDir) -> str | None:
+    """Return when and why the run's next restart follows; None if none is waited for."""
+    pause: dict[str, Any] | None = (read_json(run.departure(run.latest_attempt)) or {}).get("pause")
+    left_s = pause["until"] - time.time() if pause else 0.0
+    if pause is None or left_s <= 0:
+        return None
+    return f"restart {pause['restart']} in {format_seconds(math.ceil(left_s))}: {pause['why']}"

@@ -16,7 +16,7 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.generations import GenerationRecord
 from orchestrator.rundir.lock import is_locked
 from orchestrator.rundir.metrics import Figures, recent_pace, recent_records, updates_of
-from orchestrator.rundir.outcome import name_of_culprit
+from orchestrator.rundir.outcome import describe_pause, name_of_culprit
 from orchestrator.rundir.warnings import read_warnings
 
 ENDED_STATES = ("finished", "failed", "stopped", "cancelled", "pruned")
@@ -52,7 +52,8 @@ class RunStatus:
         survived: how often the latest attempt's ranks agreed on a smaller group; rejoined: how
             many ranks were let in again.
         lost_updates: over all attempts; why: of the latest restart.
-        reason: why it is pending or unknown, why it failed, or why it cannot be read.
+        reason: why it is pending or unknown, when its next restart follows, why it failed, or why
+            it cannot be read.
         culprit: which rank failed first, and on which node.
         program: what runs, where it is a training program as it is.
         tags, note: what a person calls it (`run.tags`, `run.note`).
@@ -112,7 +113,7 @@ def from_folder(run: RunDir) -> RunStatus:
     """Return the status by the folder alone. Raises one of `DAMAGE` if the folder is damaged."""
     plan, result, handle = run.read_plan(), run.read_result(), run.read_handle() or {}
     submission = run.read_submission()
-    state, reason = ("running", None) if result is None else end_of(run, result)
+    state, reason = ("running", describe_pause(run)) if result is None else end_of(run, result)
 
     records = recent_records(run.metrics)
     updates = updates_of(records)

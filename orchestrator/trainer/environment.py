@@ -42,7 +42,7 @@ def device_request(cluster: ClusterConfig, env: Mapping[str, str], *, scheduled:
             if value and not value.startswith(RESOURCES_OF_HOSTS):
                 return f"cluster.{section}.{name}={value}"
     # With whole nodes SLURM hands out all that is in them, asked for or not.
-    for name in HANDED_OUT if scheduled and not cluster.exclusive else ():
+    for name in HANDED_OUT if scheduled and cluster.exclusive is not True else ():
         if env.get(name, "").strip().lower() not in NO_DEVICE:
             return f"the scheduler gave {name}={env[name]}"
     return ""

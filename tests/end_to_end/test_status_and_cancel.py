@@ -66,6 +66,24 @@ def test_a_local_run_is_seen_and_cancelled_from_another_shell(run):
     assert "rank 0" not in verb("logs", run).stderr
 
 
+def test_several_runs_are_cancelled_although_one_of_them_has_ended(tmp_path):
+    over = make_run(tmp_path / "over")
+    write_result(over, State.FINISHED)
+    runs = [tmp_path / name for name in "ab"]
+    long = (LIGHT, "tracker=none", "train.updates=2000", "job.pause_s=0.02")
+    processes = [begin(*long, f"run.dir={path}") for path in runs]
+    until(lambda: all((path / "metrics.jsonl").exists() for path in runs), 60, "the first updates")
+    missing = verb("cancel", runs[0], tmp_path / "missing", over.path, code=2)
+    assert str(tmp_path / "missing") in missing.stderr
+    assert f"{over.path} has ended already" in "".join(missing.stdout.splitlines())
+    done = verb("cancel", *runs, code=0)  # the first may still stop, or have ended
+    assert "next update boundary" in done.stdout
+    for process in processes:
+        process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 3
+    assert verb("cancel", *runs, code=0).stdout.count("has ended already") == 2
+
+
 @pytest.mark.parametrize("before", [[], ["nohup"]])
 def test_a_terminal_that_closes_stops_a_run_unless_that_was_to_be_ignored(run, before):
     terminal, its_end = pty.openpty()

@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import subprocess
+import sys
 import tomllib
 
 import pytest
@@ -42,6 +44,36 @@ def test_each_setting_that_hurts_is_told_with_what_to_do(setting):
     assert len(found) == 1
     assert found[0].state in (NOTE, BAD)
     assert len(doctor.HURTFUL) == len(HURTFUL), "each has a row here"
+
+
+def test_the_wait_of_a_requeued_job_is_called_normal():
+    [wait] = [c for c in doctor.from_settings({**KIND, "AuthInfo": "(null)"}) if c.remedy]
+    assert (wait.state, wait.remedy) == (NOTE, "nothing needs to be done: this is normal")
+
+
+@pytest.mark.parametrize(
+    ("limit", "harmless", "remedy"),
+    [
+        ("-v 40000000", "-v unlimited", "-v"),
+        ("-n 512", "-n 1024", "-n"),
+        ("-u 300", "-u 600", "-u"),
+    ],
+)
+def test_limits_that_ranks_cannot_live_with_are_bad(limit, harmless, remedy):
+    code = (
+        "from orchestrator.health.doctor import BAD, limits\n"
+        "print(*(c.remedy for c in limits() if c.state == BAD), sep='\\n')"
+    )
+
+    def remedies(set_limit):
+        shell = f'ulimit -S {set_limit}; exec "$0" -c "$1"'
+        words = ["bash", "-c", shell, sys.executable, code]
+        done = subprocess.run(words, capture_output=True, text=True, check=True)
+        return [line for line in done.stdout.splitlines() if f"ulimit -S {remedy}" in line]
+
+    assert remedies(harmless) == []
+    (line,) = remedies(limit)
+    assert "cluster.slurm_flags.propagate=NONE" in line
 
 
 def test_a_machine_without_slurm_gets_one_note(monkeypatch):

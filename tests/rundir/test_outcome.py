@@ -46,6 +46,18 @@ def test_a_start_by_a_person_gives_a_new_allowance(run):
 
 
 ANOTHER = Culprit(rank=1, node="node0", cause="ValueError: something else")
+MEMORY = (
+    "OutOfMemoryError: CUDA out of memory. Tried to allocate {}. GPU 0 has a total capacity of "
+    "79.10 GiB of which {} is free. Process {} has 41.20 GiB memory in use."
+)
+SMALL, LARGE = (
+    Culprit(rank=1, node="node0", cause=MEMORY.format(*values))
+    for values in (("20.00 MiB", "11.06 MiB", 2914), ("1.25 GiB", "987.31 MiB", 80211))
+)
+SHARDS = [Culprit(rank=1, node="node0", cause=f"OSError: no shard {n}") for n in (17, 23)]
+PARTS = [
+    Culprit(rank=1, node="node0", cause=f"HTTPError: 503 for https://data/{n}") for n in (17, 23)
+]
 WRONG = Culprit(rank=0, node="node0", cause="no such file", usage=True)
 
 
@@ -56,6 +68,12 @@ WRONG = Culprit(rank=0, node="node0", cause="no such file", usage=True)
         ([(RAISED, None), (RAISED, None)], False),
         ([(RAISED, 5), (RAISED, 6), (RAISED, 9)], True),
         ([(RAISED, 5), (ANOTHER, 5), (RAISED, 5)], True),
+        ([(SMALL, None), (LARGE, None)], False),  # but for numbers that no start repeats
+        ([(SMALL, 5), (LARGE, 6)], True),
+        ([(SMALL, 5), (KILLED, 5)], True),  # a loss is never the same
+        ([(KILLED, 5), (KILLED, 5)], True),
+        ([(shard, None) for shard in SHARDS], True),  # from outside, of another file
+        ([(part, None) for part in PARTS], True),
         ([(WRONG, None)], False),
     ],
 )

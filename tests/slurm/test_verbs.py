@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from datetime import datetime
 
 import pytest
 
@@ -45,6 +46,29 @@ def test_cancel_stops_at_a_boundary_and_resume_ends_with_the_same_bits(slurm, tm
     no_sbatch = wrapped_sbatch(tmp_path / "refusing", ["exit 1"]).parent
     runs.verb("resume", run, "train.updates=700", PATH=f"{no_sbatch}:/usr/bin:/bin", code=2)
     assert result(run)["weights_sha256"] == digest, "what it had is left as it was"
+
+
+def test_a_program_that_fails_at_once_waits_in_the_queue_until_its_next_restart(slurm, tmp_path):
+    run = tmp_path / "run"
+    place = ("+cluster=slurm_dev", f"cluster.slurm_conf={slurm.slurm_conf}", "cluster.nodes=1")
+    words = (*place, "cluster.ranks_per_node=1", "run.max_restarts=100", f"run.dir={run}")
+    runs.verb("run", *words, "--", "false", cwd=tmp_path, code=0)
+    job = runs.job_of(run)
+
+    def waits():
+        notes = sorted(run.glob("attempts/0*/departure.json"))
+        pause = json.loads(notes[-1].read_text()).get("pause") if notes else None
+        begins = slurm.command("squeue", "-h", "-t", "PENDING", "-j", job, "-o", "%S").strip()
+        if pause is None or begins in ("", "N/A"):
+            return False
+        return datetime.fromisoformat(begins).timestamp() >= int(pause["until"])
+
+    until(waits, what="SLURM's start time after the pause")
+    lines = (run / "logs" / "batch.log").read_text().splitlines()
+    restarts = [line for line in lines if "of 100 that run.max_restarts allows" in line]
+    assert ["it failed" in line for line in restarts[:3]] == [False, False, True]
+    runs.verb("cancel", run, code=0)
+    runs.wait_over(slurm, run)
 
 
 def test_a_run_moves_to_slurm_and_back_and_is_watched_meanwhile(slurm, tmp_path):

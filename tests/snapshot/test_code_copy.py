@@ -65,6 +65,15 @@ def taken(tmp_path):
     return found, text, left_out, (copy / "copy.json").read_text()
 
 
+def test_a_copy_has_the_time_of_the_submission(project, tmp_path):
+    for name in CODE:
+        os.utime(project / name, (1.0, 1.0), follow_symlinks=False)
+    found, *_ = taken(tmp_path)
+    submitted = (tmp_path / "run").stat().st_ctime - 60
+    assert found
+    assert all(path.lstat().st_mtime > submitted for path in found.values())
+
+
 def test_files_that_hold_secrets_by_name_are_neither_copied_nor_in_the_diff(project, tmp_path):
     found, text, left_out, record = taken(tmp_path)
     assert set(found) == set(CODE)

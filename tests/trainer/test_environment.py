@@ -77,6 +77,7 @@ def test_a_node_with_fewer_devices_than_ranks_is_refused(variables_of, devices):
         ({}, {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, ""),
         ({}, {"ASCEND_RT_VISIBLE_DEVICES": "3"}, "ASCEND_RT_VISIBLE_DEVICES=3"),
         ({"exclusive": True}, {"SLURM_JOB_GPUS": "0,1,2,3"}, ""),  # as every whole node
+        ({"exclusive": "user"}, {"SLURM_JOB_GPUS": "0"}, "SLURM_JOB_GPUS=0"),  # a part of a node
         ({"exclusive": True, "gpus_per_node": 4}, {}, "cluster.gpus_per_node=4"),
         ({}, {"SLURM_STEP_GPUS": "2"}, "SLURM_STEP_GPUS=2"),
     ],

@@ -43,6 +43,7 @@ ROOM_BYTES = 65536  # that a disk must have for the files of an attempt's start
 STEPS_S = 20  # for which a controller that has just started may refuse steps
 STOPPED_S = 5  # for which a process of the script may be stopped
 STARTER = "clusters/slurm/node_entry.py"
+MOUNTS = "container-mounts"
 PER_TASK = (
     "SLURM_CPU_BIND",
     "SLURM_GPU_BIND",
@@ -329,7 +330,7 @@ def options(config: Config, run: RunDir) -> Iterator[tuple[str, object]]:
     if cluster.time_min is not None:
         yield "time", cluster.time_min
     if cluster.exclusive:
-        yield "exclusive", True
+        yield "exclusive", cluster.exclusive
     yield ("no-requeue" if cluster.requeue is False else "requeue"), True
     if config.run.survive:
         yield "no-kill", True
@@ -444,6 +445,8 @@ def _srun(config: Config, host: SubmitHost, run: RunDir, shape: Sequence[str]) -
     cluster = config.cluster
     containers, python = _launcher(cluster, host, run)
     flags = {"mpi": "none", **cluster.srun_flags}
+    if cluster.container_runtime == "pyxis":
+        flags.pop(MOUNTS, None)  # joined with ours: of an option given twice one may be lost
     srun_options = [
         "--unbuffered",
         # srun ends no node when another one has ended: the agents' coordinator decides that
@@ -476,10 +479,11 @@ def _launcher(cluster: ClusterConfig, host: SubmitHost, run: RunDir) -> tuple[li
     inner = {f for f in folders if any(f != other and f.is_relative_to(other) for other in folders)}
     shared = sorted(str(folder) for folder in folders - inner)
     if cluster.container_runtime == "pyxis":
-        mounts = ",".join(f"{folder}:{folder}" for folder in shared)
+        own = [f"{folder}:{folder}" for folder in shared]
+        mounts = ",".join([*own, *map(str, filter(None, [cluster.srun_flags.get(MOUNTS)]))])
         return [
             f"--container-image={cluster.container}",
-            f"--container-mounts={mounts}",
+            f"--{MOUNTS}={mounts}",
             f"--container-workdir={host.folder}",
         ], ["python3"]
     if cluster.container_runtime == "apptainer":

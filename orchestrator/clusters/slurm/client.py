@@ -71,7 +71,7 @@ DEVELOPMENT_CLUSTER = (
 )
 ELSEWHERE = (
     "SLURM runs are submitted and followed on a machine of the cluster (a login node); without "
-    f"+cluster=slurm a run is local{DEVELOPMENT_CLUSTER}"
+    "+cluster=slurm a run is local"
 )
 
 
@@ -162,7 +162,9 @@ class SlurmClient:
                 ends.
         """
         if shutil.which(command[0]) is None:
-            raise NoClient(f"there is no {command[0]} on this machine: {ELSEWHERE}")
+            raise NoClient(
+                f"there is no {command[0]} on this machine: {ELSEWHERE}{DEVELOPMENT_CLUSTER}"
+            )
         try:
             done = subprocess.run(
                 command,
@@ -180,7 +182,10 @@ class SlurmClient:
             raise SchedulerDown(f"{command[0]} did not answer within {timeout_s:g} s") from error
         answer = Answer(done.returncode, done.stdout, done.stderr)
         if answer.no_slurm_conf:
-            raise NoClient(f"this machine has {command[0]}, but belongs to no cluster: {ELSEWHERE}")
+            raise NoClient(
+                f"this machine has {command[0]}, but belongs to no cluster; set {CONF} to your "
+                f"site's slurm.conf, if there is one: {ELSEWHERE}"
+            )
         if answer.down:
             raise SchedulerDown(f"the scheduler does not answer: {answer.message}")
         return answer

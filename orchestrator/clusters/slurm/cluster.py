@@ -7,6 +7,7 @@ need its launcher: `SlurmHandle` is made from the run folder alone, in any shell
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,11 +24,13 @@ from orchestrator.clusters.slurm.handle import SlurmHandle, cancel_all
 from orchestrator.clusters.slurm.safe_values import without_effect
 from orchestrator.clusters.slurm.submission import adopt, queue
 from orchestrator.config.schema import ClusterConfig, Config, end_s, gpu_count, node_range, notice_s
+from orchestrator.errors import ClusterError
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.status import RunStatus
-from orchestrator.units import plural
+from orchestrator.units import format_bytes, plural
 
 CPUS_FOR_A_GPU = 4
+CLUSTERS_VARIABLES = ("SBATCH_CLUSTERS", "SLURM_CLUSTERS")
 _answers: dict[tuple[object, ...], Admission] = {}
 
 
@@ -50,6 +53,7 @@ class SlurmCluster(BaseSlurmCluster):
         Equal requests, as a sweep's points, are asked about once per process.
         """
         cluster, options = self.config.cluster, request.details["options"]
+        self._refuse_other_clusters()
         least = node_range(cluster.nodes)[0]
         key = (cluster.slurm_conf, *((k, v) for k, v in options.items() if k not in UNLIKE))
         if key not in _answers:
@@ -73,6 +77,14 @@ class SlurmCluster(BaseSlurmCluster):
         limit_s: float | None = _answers[key].notice.get("time_limit_s")
         if limit_s is not None and cluster.signal_ahead_s >= limit_s / 2:
             warnings = (*warnings, _describe_long_notice(cluster, limit_s))
+        addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if addresses != resource.RLIM_INFINITY and "propagate" not in cluster.slurm_flags:
+            limited = (
+                f"this shell limits processes to {format_bytes(addresses)} of addresses (ulimit "
+                "-v), and SLURM gives that limit to the ranks; CUDA reserves many more. Set "
+                "cluster.slurm_flags.propagate=NONE, or ulimit -S -v unlimited"
+            )
+            warnings = (*warnings, limited)
         if ignored := without_effect(cluster, os.environ):
             none = (
                 f"variables without effect here: {', '.join(ignored)}; set the key of cluster.*, "
@@ -80,6 +92,23 @@ class SlurmCluster(BaseSlurmCluster):
             )
             warnings = (*warnings, none)
         return replace(_answers[key], message=message, warnings=warnings)
+
+    def _refuse_other_clusters(self) -> None:
+        """Refuse the user's variables that stand for sbatch's -M, if they name other clusters only:
+        the job would go to this one.
+        """
+        chosen = {name: os.environ[name] for name in CLUSTERS_VARIABLES if os.environ.get(name)}
+        if not chosen or self.config.cluster.slurm_conf is not None:
+            return
+        settings = retry_unanswered(lambda: self.client().settings(), tell=self.tell)
+        own = settings["ClusterName"]
+        for name, value in chosen.items():
+            if own not in value.split(","):
+                raise ClusterError(
+                    f"{name}={value} is set, but this machine's cluster is {own}, and -M "
+                    f"(--clusters) is not supported: set cluster.slurm_conf to the slurm.conf of "
+                    f"that cluster, or unset {name}"
+                )
 
     def submit(self, request: Request) -> SlurmHandle:
         """Queue the request, and write the job's id to the run folder."""

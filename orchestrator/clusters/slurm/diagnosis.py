@@ -8,6 +8,7 @@ before. Then the workers' failure records remain, and the logs of srun and the s
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 
@@ -25,6 +26,10 @@ SRUN_FAILED = "srun could not start the agents in this allocation again"
 AGENTS_KILLED = "its agents were killed"
 SRUN_LOG_LINES = 400
 EXCEPTION_LINES = 3
+CANNOT_START = re.compile(
+    rf"{RAISED.pattern}|.*(No such file or directory|[Pp]ermission denied|command not found)"
+)
+"""A line of batch.log with which a script ends that could not start something."""
 PREFIX = "error: "  # the batch script's prefix for the reason it gives up
 CAUSES = {
     "CANCELLED": "cancelled through the scheduler (scancel)",
@@ -134,14 +139,16 @@ def _of_srun(run: RunDir, attempt: int, code: int) -> Culprit:
 def _of_script(run: RunDir, job: Job) -> Culprit:
     """Explain the end of a job of which nothing is known but how its script ended."""
     node, log = job.nodes or "scheduler", tail(run.batch_log)
+    last = next((line.strip() for line in reversed(log) if line.strip()), "")
+    said = f" ({last})" if job.exit_code and CANNOT_START.match(last) else ""
     # exit signal 53 is slurmd's own: it could not open the output file
-    if job.exit_signal == 53 or not run.attempts_made():
+    if job.exit_signal == 53 or not (run.attempts_made() or said):
         cause = (
             f"the job ended ({job.state}) before it could write anything: the run folder "
             f"{run.path} is probably not visible on {node}; keep runs on a shared file system"
         )
     else:
-        script = f": its batch script {_how(job)}" if job.exit_signal or job.exit_code else ""
+        script = f": its batch script {_how(job)}{said}" if job.exit_signal or job.exit_code else ""
         full = "; the disk of the run folder is full" if is_full(run.path) else ""
         cause = f"the job ended ({job.state}) without a result{script}{full}"
     return Culprit(rank=None, node=node, cause=cause, log_tail=log)

@@ -69,7 +69,9 @@ from orchestrator.rundir.metrics import recent_records, updates_of
 from orchestrator.rundir.outcome import (
     State,
     departure_note,
+    describe_pause,
     grant_restart,
+    note_pause,
     read_outcome,
     write_result,
 )
@@ -88,11 +90,14 @@ REQUEUE_PATIENCE_S = 600.0
 MOST_READS, READ_PAUSE_S = 30, 2.0
 """Of files on a network file system, which may not answer for a moment."""
 POLL_S = 0.5
+PAUSE_POLL_S = 1.0
 REACH_S = 1.0
 FRUITLESS = 10
 IN_PLACE = 3
 """Fruitless starts in one allocation, before the next is tried on other nodes."""
 PROGRAM_LEAST_S = 60.0
+QUICK_FAILURE_S = 60.0
+"""A start that ran for so long before it failed is followed by the next without a pause."""
 
 
 class Next(Enum):
@@ -152,6 +157,7 @@ def finalize_in_job(
         if in_place
         else partial(_requeue, client, job, patience_s=REQUEUE_PATIENCE_S, tell=print_note),
         in_place=in_place,
+        tell=print_note,
     )
     if not again:
         return Next.END
@@ -185,8 +191,19 @@ def print_note(message: str) -> None:
         print(message, flush=True)  # noqa: T201
 
 
-def _requeue(client: SlurmClient, job: Job, **waits: Any) -> None:
-    """Return a job to the queue. Raises `ClusterError` if it is refused, or there is no answer."""
+def _requeue(
+    client: SlurmClient,
+    job: Job,
+    *,
+    pause_s: float = 0.0,
+    tell: Callable[[str], None],
+    patience_s: float,
+) -> None:
+    """Return a job to the queue. Raises `ClusterError` if it is refused, or there is no answer.
+
+    Args:
+        pause_s: for which it waits there. SLURM keeps a start time that is in the future.
+    """
     answer_lost = False
 
     def requeue() -> None:
@@ -200,7 +217,14 @@ def _requeue(client: SlurmClient, job: Job, **waits: Any) -> None:
             answer_lost = True
             raise
 
-    retry_unanswered(requeue, undone=f"it is not known whether job {job.id} is requeued", **waits)
+    undone = f"it is not known whether job {job.id} is requeued"
+    retry_unanswered(requeue, undone=undone, patience_s=patience_s, tell=tell)
+    if pause_s:
+        try:
+            begins = f"StartTime=now+{math.ceil(pause_s)}"
+            client.check_output("scontrol", "update", f"JobId={job.id}", begins)
+        except ClusterError as error:
+            tell(f"the next start does not wait: {error}")
 
 
 def _await_agents(run: RunDir, attempt: int) -> None:
@@ -223,8 +247,16 @@ def _srun_restarts(run: RunDir, job_id: str) -> int:
     return int(path.read_text("ascii")) if path.exists() else 0
 
 
-def _count_new_srun(run: RunDir) -> None:
-    """Count one more attempt of this job, for the script and `finalize_ended_job`."""
+def _count_new_srun(run: RunDir, *, pause_s: float = 0.0) -> None:
+    """Count one more attempt of this job, for the script and `finalize_ended_job`.
+
+    Args:
+        pause_s: for which it waits first; not once the run is cancelled.
+    """
+    waited_s = 0.0
+    while waited_s < pause_s and not run.cancel.exists():
+        time.sleep(PAUSE_POLL_S)
+        waited_s += PAUSE_POLL_S
     job_id = own_job_id(os.environ)
     write_atomically(run.srun_restarts(job_id), f"{_srun_restarts(run, job_id) + 1}\n")
 
@@ -362,8 +394,9 @@ def restart_or_end(
     *,
     departure: dict[str, Any] | None,
     culprit: Callable[[], Culprit],
-    restart: Callable[[], None],
+    restart: Callable[..., None],
     in_place: bool = False,
+    tell: Callable[[str], None] = log.info,
 ) -> bool:
     """Restart the run, or write its end, by the attempt's records.
 
@@ -371,8 +404,10 @@ def restart_or_end(
         departure: the note of an attempt that left in order, that got a stop signal before it
             could, or whose node became silent.
         culprit: returns who is to blame for a failure.
-        restart: requeues the job, or counts a new srun in it.
+        restart: requeues the job, or counts a new srun in it; takes `pause_s`, if the start is to
+            wait.
         in_place: the latter, which needs no requeue.
+        tell: gets a line on each restart after a failure.
 
     Returns:
         Whether the run restarts.
@@ -413,7 +448,10 @@ def restart_or_end(
         run, attempt, failure_culprit, first=first, most=allowed if may_restart else 0
     )
     if decision.restarts:
-        restart()
+        pause_s = note_pause(run, attempt, decision.number, _lives_of_quick_failures(run, attempt))
+        paused = describe_pause(run) if pause_s else None
+        tell("; ".join(filter(None, [decision.message, paused])))
+        restart(pause_s=pause_s)
     else:
         remark = NOT_REQUEUED if departure is not None else decision.message
         write_result(run, State.FAILED, failure_culprit, remark=remark)
@@ -481,16 +519,15 @@ def _is_loss(run: RunDir, attempt: int, why: str | None) -> bool:
 def _count_fruitless(run: RunDir, attempt: int) -> int:
     """Return how many starts in a row, up to this one, made no progress since a person asked.
 
-    A program's progress is not known: it counts if it ran for some time.
+    The progress of a program that reports none is not known: it counts if it ran for some time.
     """
     first = int((run.read_handle() or {}).get("attempt", 0))
     program = is_program(run.read_config()["job"])
-    done = updates_of(recent_records(run.metrics))[-1:]
-    newest_done = done[0].get("attempt", 0) if done else -1
+    newest_done = _newest_fruitful(run)
     began_at: set[object] = set()
     for number in range(attempt, first - 1, -1):
         if program:
-            fruitful = _ran_s(run, number) >= PROGRAM_LEAST_S
+            fruitful = number <= newest_done or _ran_s(run, number) >= PROGRAM_LEAST_S
         else:
             # A start whose srun died has no note. The first one begins at no checkpoint.
             note = read_json(run.restart(number)) or ({} if number else {"resumed_from": None})
@@ -500,6 +537,27 @@ def _count_fruitless(run: RunDir, attempt: int) -> int:
         if fruitful:
             return attempt - number
     return attempt - first + 1
+
+
+def _newest_fruitful(run: RunDir) -> int:
+    """Return the newest attempt that has recorded an update; -1 without one."""
+    done = updates_of(recent_records(run.metrics))[-1:]
+    return done[0].get("attempt", 0) if done else -1
+
+
+def _lives_of_quick_failures(run: RunDir, attempt: int) -> list[float]:
+    """Return for how many seconds the starts in a row ran, up to this one, that failed at once and
+    without an update. One that was preempted or lost a node is none of them.
+    """
+    first = int((run.read_handle() or {}).get("attempt", 0))
+    newest_done = _newest_fruitful(run)
+    lives_s: list[float] = []
+    for number in range(attempt, max(first - 1, newest_done), -1):
+        failed = (read_json(run.departure(number)) or {}).get("failed")
+        if not failed or (life_s := _ran_s(run, number)) >= QUICK_FAILURE_S:
+            break
+        lives_s.append(life_s)
+    return lives_s
 
 
 def _ran_s(run: RunDir, attempt: int) -> float:

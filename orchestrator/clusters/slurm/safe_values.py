@@ -36,6 +36,7 @@ PATTERNS: Mapping[str, tuple[re.Pattern[str], str]] = {
     "interface": (INTERFACES, "names of network interfaces, as in ib0 or ib*,eth0"),
     "container": (IMAGE, "a path or an address of an image"),
 }
+EXCLUSIVE = (None, True, False, "user", "mcs")
 # Options that the batch script sets itself.
 OWN_FLAGS = (
     "account",
@@ -123,7 +124,6 @@ INSTEAD: Mapping[str, str] = {
             "account",
             "constraint",
             "exclude",
-            "exclusive",
             "partition",
             "qos",
             "requeue",
@@ -135,6 +135,7 @@ INSTEAD: Mapping[str, str] = {
     "cpus-per-gpu": "use cluster.cpus_per_rank",
     "cpus-per-task": "use cluster.cpus_per_rank",
     "error": OUTPUT,
+    "exclusive": "use cluster.exclusive=true, or =user, or =mcs",
     "export": "use cluster.environment",
     "export-file": "use cluster.environment",
     "gpu-bind": OF_THE_AGENT,
@@ -299,6 +300,11 @@ def check_values(config: Config, run: Path, folder: Path | None = None) -> None:
                 f"cluster.slurm_conf={conf} must be an absolute path, since the run is followed "
                 f"from any folder; try cluster.slurm_conf={Path(conf).absolute()}"
             )
+    if cluster.exclusive not in EXCLUSIVE:
+        wrong.append(
+            f"cluster.exclusive must be true, false, user (no node is shared with jobs of others) "
+            f"or mcs, but is {cluster.exclusive!r}"
+        )
     if cluster.container_runtime not in (None, "pyxis", "apptainer"):
         wrong.append(
             f"cluster.container_runtime must be pyxis or apptainer, "

@@ -122,7 +122,9 @@ def with_job(run: RunDir, status: RunStatus, job: Job) -> RunStatus:
             reason = f"{reason}, or by `scancel {job.id}`"
         return replace(status, state="ending", reason=reason, culprit=None)
     if job.waiting:
-        return replace(status, state="pending", reason=job.waits_for, boundary_age_s=None)
+        paused = status.reason if job.reason == "BeginTime" else None
+        reason = paused or job.waits_for
+        return replace(status, state="pending", reason=reason, boundary_age_s=None)
     name = "running" if has_begun(run, status) else "starting"
     if ended or job.state == "COMPLETING":
         name = "ending"

@@ -1,7 +1,9 @@
 """Requests that a scheduler could never run, by its own answers. Nothing is started."""
 
 import contextlib
+import os
 import re
+import resource
 
 import pytest
 
@@ -16,6 +18,7 @@ from orchestrator.clusters.slurm.admission import (
 from orchestrator.clusters.slurm.client import Answer
 from orchestrator.config.composer import compose
 from orchestrator.errors import ClusterError, ConfigError
+from tests.programs import script
 
 PARTITIONS = (
     "PartitionName=main AllowGroups=ALL Default=YES GraceTime=0 MaxNodes=UNLIMITED "
@@ -151,6 +154,49 @@ def test_a_notice_is_half_of_the_time_limit_at_most(
     assert f"#SBATCH --signal=USR2@{notice_s}\n" in request.text
     warnings = [w for w in cluster.check(request).warnings if "signal_ahead_s" in w]
     assert [advice in warning for warning in warnings] == ([True] if advice else [])
+
+
+def test_a_limit_of_addresses_that_slurm_would_give_to_the_ranks_is_warned_of(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setattr(slurm_cluster, "check_request", lambda *_: Admission())
+    monkeypatch.setattr(slurm_cluster, "_answers", {})
+
+    def warnings(*overrides):
+        cluster = cluster_of(compose(["+cluster=slurm", *overrides]))
+        return cluster.check(cluster.request(tmp_path / "run", 0)).warnings
+
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    assert not any("ulimit -v" in warning for warning in warnings())
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 46, before[1]))
+    try:
+        assert "cluster.slurm_flags.propagate=NONE" in " ".join(warnings())
+        assert not any("ulimit" in w for w in warnings("cluster.slurm_flags.propagate=NONE"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.parametrize("variable", ["SLURM_CLUSTERS", "SBATCH_CLUSTERS"])
+def test_a_variable_that_names_another_cluster_is_refused(monkeypatch, tmp_path, variable):
+    monkeypatch.setattr(slurm_cluster, "check_request", lambda *_: Admission())
+    monkeypatch.setattr(slurm_cluster, "_answers", {})
+    monkeypatch.setenv("SLURM_JOB_ID", "7")  # no warnings of other variables
+    text = "#!/bin/sh\necho 'ClusterName = here'\n"
+    (tmp_path / "bin").mkdir()
+    script(tmp_path / "bin", text, "scontrol", run=True)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+
+    def check(names, *overrides):
+        monkeypatch.setenv(variable, names)
+        cluster = cluster_of(compose(["+cluster=slurm", *overrides]))
+        return cluster.check(cluster.request(tmp_path / "run", 0))
+
+    with pytest.raises(ClusterError, match=rf"^{variable}=there is set.*-M .*cluster\.slurm_conf"):
+        check("there")
+    assert check("here") == check("there,here") == check("")
+    (conf := tmp_path / "slurm.conf").touch()
+    check("there", f"cluster.slurm_conf={conf}")
 
 
 def test_a_persons_variables_for_sbatch_that_decide_nothing_are_named(monkeypatch, tmp_path):

@@ -1,4 +1,4 @@
-"""Answers of SLURM's commands, read as values. Nothing is started."""
+"""Answers of SLURM's commands, read as values. No daemon is started."""
 
 import pytest
 
@@ -19,6 +19,7 @@ from orchestrator.clusters.slurm.client import (
 from orchestrator.errors import ClusterError
 from orchestrator.rundir.srun_log import task_exits
 from tests.clusters.slurm.queue_lines import queue_line
+from tests.programs import script
 
 pytestmark = pytest.mark.whole_runs
 
@@ -140,6 +141,18 @@ def test_a_job_that_a_person_ends_is_told_from_one_that_the_scheduler_takes(valu
 )
 def test_a_silent_scheduler_is_told_from_a_refusal_and_from_none(words, down, no_conf):
     assert (Answer(1, "", words).down, Answer(1, "", words).no_slurm_conf) == (down, no_conf)
+
+
+def test_a_development_cluster_is_offered_only_where_slurms_commands_are_not(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+    with pytest.raises(NoClient, match=r"no scontrol on this machine.*python -m slurm up"):
+        SlurmClient().settings()
+    text = "#!/bin/sh\necho 'Could not establish a configuration source' >&2; exit 1\n"
+    script(tmp_path, text, "scontrol", run=True)
+    with pytest.raises(NoClient, match="set SLURM_CONF to your site's") as error:
+        SlurmClient().settings()
+    assert "python -m slurm up" not in str(error.value)
 
 
 def test_a_refusal_keeps_the_schedulers_words_and_adds_what_they_mean():

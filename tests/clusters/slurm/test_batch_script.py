@@ -399,6 +399,31 @@ def test_a_slurm_conf_by_relative_path_would_not_be_found_from_another_folder():
         check_values(slurm_config(slurm_conf="etc/slurm.conf"), Path("/run"))
 
 
+@pytest.mark.parametrize(
+    ("value", "line"),
+    [
+        ("true", "#SBATCH --exclusive"),
+        ("user", "#SBATCH --exclusive=user"),
+        ("mcs", "#SBATCH --exclusive=mcs"),
+        ("false", None),
+        ("null", None),
+    ],
+)
+def test_nodes_are_exclusive_in_each_of_sbatchs_ways(value, line):
+    config = compose(["+cluster=slurm", f"cluster.exclusive={value}"])
+    check_values(config, RUN)
+    lines = [text for text in script_of(config).splitlines() if "--exclusive" in text]
+    assert lines == ([line] if line else [])
+
+
+def test_another_way_of_exclusive_nodes_is_refused_with_those_that_there_are():
+    with pytest.raises(ConfigError, match=r"true, false, user .* or mcs, but is 'users'"):
+        check_values(compose(["+cluster=slurm", "cluster.exclusive=users"]), RUN)
+    config = compose(["+cluster=slurm", "cluster.slurm_flags.exclusive=user"])
+    with pytest.raises(ConfigError, match=r"cannot be set: use cluster\.exclusive=true, or =user"):
+        check_values(config, RUN)
+
+
 def test_a_little_memory_is_not_all_of_it():
     text = script_of(slurm_config(memory_gib=0.0004))
     assert re.findall(r"--mem=(\w+)", text)
@@ -428,6 +453,11 @@ def test_a_container_sees_the_run_the_code_and_where_the_person_stands(tmp_path)
         python,
     ):
         assert f"    {words} \\" in pyxis.splitlines()
+    flags = {"container-mounts": "/data:/data:ro,/scratch", "container-writable": True}
+    more = text_of(tmp_path, **image, container_runtime="pyxis", srun_flags=flags)
+    [option] = [line.strip() for line in more.splitlines() if "--container-mounts" in line]
+    assert option == f"--container-mounts={mounts},/data:/data:ro,/scratch \\"
+    assert "    --container-writable \\" in more.splitlines()
     plain = text_of(tmp_path, **image, container_runtime="apptainer")
     binds = "--bind=" + ",".join(map(str, folders))
     assert f"    apptainer exec {binds} /images/a.sqsh {python} \\" in plain.splitlines()

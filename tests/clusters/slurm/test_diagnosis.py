@@ -7,6 +7,7 @@ from orchestrator.clusters.slurm.diagnosis import SRUN_ENDED, culprit_of, diagno
 from orchestrator.clusters.slurm.status import with_job
 from orchestrator.report.status_tables import remark
 from orchestrator.rundir.files import write_json
+from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.status import from_folder
 from tests.run_folders import write_failure
 
@@ -42,6 +43,28 @@ def test_a_job_that_ended_without_a_result_is_explained(run, state, ends, words)
     found, culprit = diagnose(run, Job(id="1", state=state, nodes="n0"))
     assert found.value == ends
     assert words in culprit.cause
+
+
+@pytest.mark.parametrize(
+    ("last", "quoted"),
+    [
+        ("ModuleNotFoundError: No module named 'orchestrator.rundir'\n\n", True),
+        ("bash: line 9: /site/python: No such file or directory\n", True),
+        ("attempt 1 starts the program again\n", False),
+    ],
+)
+@pytest.mark.parametrize("attempted", [True, False])
+def test_what_the_script_ended_with_is_quoted(run, tmp_path, last, quoted, attempted):
+    if not attempted:
+        run = RunDir(tmp_path / "waiting")
+        run.create()
+    run.logs.mkdir(exist_ok=True)
+    run.batch_log.write_text(f"Traceback (most recent call last):\n{last}")
+    cause = diagnose(run, Job(id="1", state="FAILED", nodes="n0", exit_code=1))[1].cause
+    assert (f"ended with code 1 ({last.strip()})" in cause) == quoted
+    assert ("not visible" in cause) == (not quoted and not attempted)
+    killed = Job(id="1", state="FAILED", nodes="n0", exit_signal=9)
+    assert last.strip() not in diagnose(run, killed)[1].cause  # it may be an earlier job's
 
 
 @pytest.mark.parametrize(

@@ -33,14 +33,17 @@ from orchestrator.clusters.slurm.finalize import (
     _is_usable,
     finalize_in_job,
     finalize_without_script,
+    print_note,
     restart_or_end,
 )
 from orchestrator.clusters.slurm.node_entry import after
+from orchestrator.clusters.slurm.status import with_job
 from orchestrator.clusters.slurm.task import _Watch, set_nodes
 from orchestrator.config.schema import Config, RunConfig
 from orchestrator.errors import START_AGAIN, ClusterError, RunFolderError
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.outcome import read_outcome
+from orchestrator.rundir.status import from_folder
 from tests.agent.specs import node_spec
 from tests.clusters.slurm.queue_lines import queue_line
 from tests.run_folders import record, write_failure
@@ -220,10 +223,101 @@ def concluded(run, attempt, *, job=JOB, departure=LEFT, culprit=BEYOND, in_place
         job,
         departure=departure,
         culprit=lambda: culprit,
-        restart=lambda: handed_back.append(1),
+        restart=lambda pause_s=0.0: handed_back.append(pause_s),
         in_place=in_place,
     )
     return again, len(handed_back), run.read_result()
+
+
+def pauses_of(run, attempt, capsys):
+    """How long the start after this failed one waits, and the line in batch.log."""
+    pauses = []
+    assert restart_or_end(
+        run,
+        attempt,
+        JOB,
+        departure=None,
+        culprit=lambda: BEYOND,
+        restart=lambda pause_s=0.0: pauses.append(pause_s),
+        tell=print_note,
+    )
+    (line,) = capsys.readouterr().out.splitlines()
+    return pauses[0], line
+
+
+@pytest.fixture
+def crashing(run):
+    """A program that may be restarted 100 times."""
+    configure(run, job={"command": ["false"]}, run={"max_restarts": 100})
+    write_json(run.plan, {"ranks": 1, "program": {"argv": ["false"]}})
+    return run
+
+
+def test_restarts_of_a_program_that_fails_at_once_follow_ever_more_slowly(crashing, capsys):
+    pauses = []
+    for attempt in range(10):
+        crashing.begin_attempt()
+        pause_s, line = pauses_of(crashing, attempt, capsys)
+        pauses.append(pause_s)
+        assert f"restart {attempt + 1} of 100" in line
+        assert ("it failed" in line) == (pause_s > 0)
+    assert pauses == [0, 0, 30, 60, 120, 240, 480, 600, 600, 600]
+    assert line.endswith("; restart 10 in 10 min 00 s: it failed 10 times within 1 s of its start")
+    waits = Job(id="77", state="PENDING", reason="BeginTime")
+    reason = with_job(crashing, from_folder(crashing), waits).reason
+    assert "it failed 10 times within 1 s of its start" in reason
+    held = replace(waits, reason="JobHeldUser")
+    assert "release" in with_job(crashing, from_folder(crashing), held).reason
+
+
+@pytest.mark.parametrize("progress", ["reported", "ran for a minute", "preempted"])
+def test_a_start_that_made_progress_or_was_stopped_renews_restarts_at_once(
+    crashing, capsys, progress
+):
+    for attempt in range(5):
+        crashing.begin_attempt()
+        if attempt == 3:
+            if progress == "reported":
+                crashing.metrics.write_text(json.dumps(record(7, attempt=3)) + "\n")
+            elif progress == "preempted":
+                write_json(crashing.departure(3), LEFT)
+                continue
+            else:
+                began = crashing.node_ranks(3, 0)
+                write_json(began, {"node": "n0", "ranks": [0]})
+                os.utime(began, (time.time() - 61,) * 2)
+        pause_s, _ = pauses_of(crashing, attempt, capsys)
+        assert pause_s == (30 if attempt == 2 else 0)
+
+
+def test_a_requeued_job_waits_in_the_queue_and_one_that_is_not_in_its_allocation(
+    crashing, monkeypatch
+):
+    for attempt in range(3):
+        crashing.begin_attempt()
+        if attempt < 2:
+            note = {"attempt": attempt, "update": -1, "raised": None}
+            write_json(crashing.departure(attempt), {"why": "x", "time": 0.0, "failed": note})
+    commands, waits = [], []
+
+    def answer(_, *command, **__):
+        commands.append(command)
+        return Answer(0, "" if command[0] == "scontrol" else queue_line(JobArrayID="77"), "")
+
+    monkeypatch.setattr(SlurmClient, "run", answer)
+    monkeypatch.setattr("time.sleep", waits.append)
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    ended(crashing, 2, "failed", culprit=BEYOND)
+    assert finalize_in_job(crashing.path, 2, 1, "") is Next.REQUEUE
+    update = ("scontrol", "update", "JobId=77", "StartTime=now+30")
+    assert [c for c in commands if c[0] == "scontrol"] == [("scontrol", "requeue", "77"), update]
+    assert waits == []
+    _count_new_srun(crashing, pause_s=30.0)
+    assert sum(waits) == 30
+    crashing.cancel.touch()
+    _count_new_srun(crashing, pause_s=30.0)
+    assert sum(waits) == 30
 
 
 def test_an_attempt_that_left_in_order_is_handed_back_with_its_reason(run):
