@@ -230,6 +230,29 @@ def test_a_job_whose_number_sbatch_does_not_print_is_found_in_the_queue(tmp_path
     assert sum(line.startswith("sbatch") for line in calls()) == 1
 
 
+def test_a_job_that_the_controller_makes_after_sbatch_gave_up_is_not_made_twice(
+    tmp_path, say, monkeypatch
+):
+    timeout = "Batch job submission failed: Socket timed out on send/recv operation"
+    calls = say("sbatch", "")
+    failing = f"#!/bin/sh\necho sbatch >>{tmp_path}/calls\necho '{timeout}' >&2\nexit 1\n"
+    script(tmp_path / "bin", failing, "sbatch", run=True)
+    say("squeue", queue_line(Command="/another/script.sh"))
+    say("sacct", "")
+    batch, pauses = tmp_path / "000.sh", []
+
+    def sleep(pause_s):
+        pauses.append(pause_s if pause_s >= 1 else 0)  # shorter ones are subprocess's
+        if sum(pauses) > 20:
+            say("squeue", queue_line(Command=str(batch)))
+
+    monkeypatch.setattr("time.sleep", sleep)
+    run = make_run(tmp_path / "run")
+    assert queue(run, batch, 0, None) == "7"
+    assert sum(line.startswith("sbatch") for line in calls()) == 1
+    assert run.read_handle()["job_id"] == "7"
+
+
 def test_an_sbatch_without_a_number_or_a_job_is_called_once(tmp_path, say, monkeypatch):
     calls = say("sbatch", "not today")
     say("squeue", queue_line(Command="/another/script.sh"))
