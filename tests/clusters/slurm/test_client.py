@@ -2,7 +2,9 @@
 
 import errno
 import os
+import shutil
 import time
+from concurrent.futures import Future
 
 import pytest
 
@@ -14,6 +16,8 @@ from orchestrator.clusters.slurm.handle import cancel_all
 from orchestrator.clusters.slurm.submission import adopt, queue
 from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.rundir.files import write_json
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.outcome import departure_note
 from orchestrator.runs.status import statuses
 from tests.clusters.slurm.queue_lines import queue_line
 from tests.programs import script
@@ -185,6 +189,46 @@ def test_a_job_whose_reservation_was_deleted_is_not_ended_by_looking(submitted, 
     (found,), _ = statuses([submitted])
     assert (found.state, "`scontrol release 7`" in found.reason) == ("pending", True)
     assert not submitted.result.exists()
+
+
+def test_a_job_that_has_got_the_id_of_a_runs_job_is_not_taken_for_it(submitted, say):
+    """It fails, after the run had left in order: neither may the run end, nor it be requeued."""
+    submitted.begin_attempt()
+    write_json(submitted.departure(0), departure_note("preempted", 12))
+    stranger = {"Command": "/home/me/other/train.sh"}
+    say("scontrol", "")
+    say("sacct", "7|FAILED|1:0|n1")
+    calls = say("squeue", queue_line(**stranger))
+    (found,), _ = statuses([submitted])
+    assert (found.state, "runs /home/me/other/train.sh" in found.reason) == ("lost", True)
+    assert followed.SlurmHandle(submitted).in_progress() == ""
+    say("squeue", queue_line(State="FAILED", exit_code="256", **stranger))
+    (found,), _ = statuses([submitted])
+    assert found.state == "lost"
+    assert finalize_ended_job(submitted, Job(id="7", state="FAILED")) is None
+    assert not submitted.result.exists()
+    assert not any(call.startswith(("scontrol", "sacct")) for call in calls())
+    handle = followed.SlurmHandle(submitted)
+    handle._find(answer := Future())
+    assert answer.result(0) is None
+
+
+def test_of_a_run_folder_and_its_copy_the_job_is_the_firsts(submitted, say, tmp_path):
+    batch = submitted.submitit / "000.sh"
+    batch.parent.mkdir()
+    batch.write_text("")
+    copy = RunDir(tmp_path / "elsewhere" / "run")
+    shutil.copytree(submitted.path, copy.path)
+    say("squeue", queue_line(Command=str(batch)))
+    found, _ = statuses([submitted, copy])
+    assert [one.state for one in found] == ["starting", "lost"]
+
+
+def test_a_script_that_only_other_machines_see_by_its_path_may_be_the_runs(submitted, say):
+    say("squeue", queue_line(Command="/mounted/elsewhere/run/submitit/000.sh"))
+    (found,), _ = statuses([submitted])
+    assert found.state == "starting"
+    assert "running" in followed.SlurmHandle(submitted).in_progress()
 
 
 @pytest.mark.parametrize(
