@@ -25,6 +25,7 @@ from orchestrator.errors import ClusterError
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import describe_stop, write_result
+from orchestrator.rundir.status import DAMAGE
 
 CANCEL_S, POLL_S = 5.0, 0.5
 UNSENT = "nothing was sent"
@@ -59,7 +60,7 @@ def cancel_all(runs: Sequence[RunDir], *, now: bool) -> dict[Path, str]:
             job = jobs.get(job_id)
             if job is None or not job.alive:
                 continue
-            if (result := run.read_result()) is not None and not now and not job.waiting:
+            if not now and not job.waiting and (result := run.read_result()) is not None:
                 outcomes[run.path] = (
                     f"is about to end: the run has ended ({result['state']}); {UNSENT}; --now ends "
                     "the job at once"
@@ -79,7 +80,11 @@ def cancel_all(runs: Sequence[RunDir], *, now: bool) -> dict[Path, str]:
             outcomes[run.path] = "is cancelled; resume goes on from what was saved"
         for run, job in stops.items():
             still = f"; until then, {job.suspended_by}" if job.suspended_by else ""
-            outcomes[run.path] = f"{describe_stop(run)}{still}; --now ends it at once"
+            try:
+                what = describe_stop(run)
+            except DAMAGE as error:
+                what = f"is asked to stop; what it does then is not known ({error})"
+            outcomes[run.path] = f"{what}{still}; --now ends it at once"
     return outcomes
 
 
@@ -168,7 +173,7 @@ def _await_end(client: SlurmClient, jobs: Mapping[RunDir, Job]) -> None:
         known = queued(client, [job.id for job in pending.values()])
         for run, job in list(pending.items()):
             if job.id not in known or not known[job.id].alive:
-                with contextlib.suppress(OSError):  # a full disk: `status` writes it later
+                with contextlib.suppress(*DAMAGE):  # a full disk, say: `status` writes it later
                     write_result(run, State.STOPPED)
                 del pending[run]
         if pending:

@@ -18,7 +18,7 @@ from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import departure_note
-from orchestrator.runs.status import statuses
+from orchestrator.runs.status import cancel_sweep, statuses
 from tests.clusters.slurm.queue_lines import queue_line
 from tests.programs import script
 from tests.run_folders import make_run
@@ -111,6 +111,39 @@ def test_cancel_says_of_an_ended_run_that_its_job_is_about_to_end(submitted, say
     assert not submitted.cancel.exists()
     cancel_all([submitted], now=True)
     assert [call for call in calls() if call.startswith("scancel")] == ["scancel 7"]
+
+
+@pytest.mark.parametrize("now", [False, True])
+def test_a_point_that_cannot_be_read_is_cancelled_with_its_sweep_or_named(say, tmp_path, now):
+    """Point 1 has a damaged plan, point 2 says nothing of its job, and point 3 is over."""
+    sweep = tmp_path / "sweep"
+    sweep.mkdir()
+    runs = [run_of_job(sweep / str(n), f"7_{n}") for n in range(4)]
+    runs[1].plan.write_text("{")
+    batch = sweep / "arrays" / "000.sh"
+    lines = [queue_line(JobArrayID=f"7_{n}", Command=str(batch)) for n in range(3)]
+    say("sacct", "7_3|FAILED|1:0|n1")
+    say("scancel", "")
+    calls = say("squeue", "\n".join(lines))
+    for damaged, ids in ((runs[3].plan, "7_0 7_1 7_2"), (runs[2].handle, "7_0 7_1")):
+        damaged.write_text("{")
+        seen = len(calls())
+        if damaged == runs[3].plan:
+            said = "\n".join(cancel_sweep(sweep, now=now))
+        else:
+            with pytest.raises(ClusterError, match=r"2 was not cancelled: .*handle\.json") as error:
+                cancel_sweep(sweep, now=now)
+            said = str(error.value)
+        signalled = {
+            job
+            for call in calls()[seen:]
+            if call.startswith("scancel")
+            for job in call.split()
+            if job.startswith("7_")
+        }
+        assert signalled == set(ids.split())
+        assert ("is asked to stop" in said) == (not now)
+        assert "3 was" not in said
 
 
 def test_a_forgotten_element_of_an_array_is_called_cancelled_before_it_began(submitted, say):
