@@ -274,6 +274,7 @@ def _daemons_listen(client: SlurmClient, nodes: str) -> bool:
     ports = [
         re.search(r"\bPort=(\d+)", line) or re.fullmatch(r"(\d+)", usual)
         for line in shown.splitlines()
+        if "NodeName=" in line  # a wrapper may print more
     ]
     if not addresses or len(addresses) != len(ports) or not all(ports):
         return False
