@@ -122,7 +122,8 @@ OWN_JOB = Shell("""\
 own_job=$(sed -n 's/^ "job_id": "\\([0-9_]*\\)",$/\\1/p' "$run/handle.json" 2>/dev/null)
 if [ "${own_job:-$job_id}" != "$job_id" ] &&
     ! [ -e "$run/submitting.json" -o -e "$run/../submitting.json" ] &&
-    [ -n "$(timeout @{ANSWER_S} squeue -ah -t PD,CF,R,S,CG -o %i -j "$own_job" 2>/dev/null)" ]
+    timeout @{ANSWER_S} squeue -ahr -t PD,CF,R,S,CG -o %i -j "$own_job" 2>/dev/null |
+    grep -qxF "$own_job"
 then
     echo "error: this job ($job_id) is not the run's: that is job $own_job, queued or running" >&2
     exit 1

@@ -203,7 +203,8 @@ def test_a_job_starts_nothing_while_another_one_is_recorded_and_lives(tmp_path, 
         if submission is not None:
             (run.path / submission).write_text("")
         squeue = tmp_path / "squeue"
-        squeue.write_text(f"#!/bin/bash\n[ ${{@: -1}} = 9 ] && {str(lives).lower()} && echo 9\n")
+        answer = f"[ ${{@: -1}} = 9 ] && {str(lives).lower()} && echo 9"
+        squeue.write_text(f"#!/bin/bash\necho a banner\n{answer}\n")
         squeue.chmod(0o755)
 
     script = Script(tmp_path, slurm_config(), before=befall, SLURM_JOB_ID="8")
