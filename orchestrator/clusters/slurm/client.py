@@ -273,11 +273,10 @@ HELD = {
     "job requeued in held state": "",
     "jobhelduser": "",
     "jobheldadmin": "an administrator holds it, and only one can release it; ",
-    "reservationdeleted": (
-        "the reservation that it asks for was deleted (`scontrol update` can name another one); "
-    ),
+    "reservationdeleted": "",
 }
 """Reasons of jobs that wait for `scontrol release`, with what is known of the cause."""
+RESERVATION_DELETED = re.compile(r"reservation .* was deleted")
 NEVER_STARTS = {
     "dependencyneversatisfied": "its dependency can no longer be met",
     "partitiontimelimit": "its time (cluster.time_min) is above the partition's limit",
@@ -363,7 +362,8 @@ class Job:
 
     @property
     def _reason_key(self) -> str:
-        return self.reason.lower().replace("_", " ").strip("()")
+        key = self.reason.lower().replace("_", " ").strip("()")
+        return "reservationdeleted" if RESERVATION_DELETED.fullmatch(key) else key
 
     @property
     def waits_for(self) -> str:

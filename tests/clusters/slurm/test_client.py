@@ -218,9 +218,10 @@ def test_a_job_that_waits_in_vain_says_what_to_do(submitted, say, reason, words)
 
 def test_a_job_whose_reservation_was_deleted_is_not_ended_by_looking(submitted, say):
     say("sacct", "7|PENDING|0:0|None assigned")
-    say("squeue", queue_line(State="RESV_DEL_HOLD", NodeList="", Reason="ReservationDeleted"))
-    (found,), _ = statuses([submitted])
-    assert (found.state, "`scontrol release 7`" in found.reason) == ("pending", True)
+    for reason in ("ReservationDeleted", "Reservation soon was deleted"):
+        say("squeue", queue_line(State="RESV_DEL_HOLD", NodeList="", Reason=reason))
+        (found,), _ = statuses([submitted])
+        assert (found.state, "`scontrol release 7`" in found.reason) == ("pending", True)
     assert not submitted.result.exists()
 
 
