@@ -46,9 +46,19 @@ errors, a lost connection or a timeout, the message may have been sent."""
 
 
 def check_recipients(notify: NotifyConfig) -> None:
-    """Refuse a command that does not exist, and a web hook without its address."""
+    """Refuse a command that does not exist, and a web hook without its address.
+
+    Raises:
+        ConfigError: the message is for the user.
+    """
     if notify.command is not None:
-        argv = shlex.split(notify.command)
+        try:
+            argv = shlex.split(notify.command)
+        except ValueError as error:
+            raise ConfigError(
+                f"notify.command={notify.command}: a quote in it is not closed, or its last "
+                f"backslash escapes nothing ({error})"
+            ) from None
         if not argv or shutil.which(argv[0]) is None:
             raise ConfigError(
                 f"notify.command={notify.command}: there is no such program; it is run without a "

@@ -30,6 +30,7 @@ BLOCK = 1 << 20
 FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 DISK_PATIENCE_S, DISK_POLL_S = 600.0, 1.0
 READ_PATIENCE_S, READ_POLL_S = 60.0, 5.0  # NFS forgets a stale handle within a minute
+GLANCE_S, GLANCE_POLL_S = 0.2, 0.1  # a hundred runs that cannot be read take half a minute
 T = TypeVar("T")
 DIGEST = "sha256"  # the last key of a JSON table
 _BEFORE_DIGEST = f'\n "{DIGEST}": "'
@@ -143,36 +144,46 @@ def await_disk_space(action: Callable[[], T], tell: Callable[[str], object]) -> 
         tell: gets a sentence about the wait, once.
     """
 
-    def tell_wait(error: OSError) -> None:
+    def tell_wait(error: Exception) -> None:
         tell(f"{error}; waiting for space on the disk, for up to {DISK_PATIENCE_S:.0f} s")
 
-    def may_pass(error: OSError) -> bool:
-        return error.errno in FULL_ERRORS
+    def may_pass(error: Exception) -> bool:
+        return isinstance(error, OSError) and error.errno in FULL_ERRORS
 
     return _repeat(action, may_pass, tell_wait, DISK_PATIENCE_S, DISK_POLL_S)
 
 
-def await_readable(action: Callable[[], T], tell: Callable[[str], object]) -> T:
+def await_readable(
+    action: Callable[[], T], tell: Callable[[str], object] = lambda _: None, *, brief: bool = False
+) -> T:
     """Repeat an action that reads, while a file is there but cannot be read (a stale handle, a
-    server that does not answer), for some time. Raises its `OSError` after that.
+    server that does not answer), for some time. Raises its error after that.
 
     Args:
         tell: gets a sentence about the wait, once.
+        brief: for a moment only, since many runs may be read; and not where access is denied.
     """
+    patience_s, poll_s = (GLANCE_S, GLANCE_POLL_S) if brief else (READ_PATIENCE_S, READ_POLL_S)
+    lasting = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
-    def tell_wait(error: OSError) -> None:
-        tell(f"{error}; reading it again, for up to {READ_PATIENCE_S:.0f} s")
+    def tell_wait(error: Exception) -> None:
+        tell(f"{error}; reading it again, for up to {patience_s:.0f} s")
 
-    def may_pass(error: OSError) -> bool:
-        return not isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+    def may_pass(error: Exception) -> bool:
+        cause = error.__cause__ if isinstance(error, RunFolderError) else error
+        return (
+            isinstance(cause, OSError)
+            and not isinstance(cause, (*lasting, PermissionError) if brief else lasting)
+            and cause.errno != errno.ELOOP  # a link
+        )
 
-    return _repeat(action, may_pass, tell_wait, READ_PATIENCE_S, READ_POLL_S)
+    return _repeat(action, may_pass, tell_wait, patience_s, poll_s)
 
 
 def _repeat(
     action: Callable[[], T],
-    may_pass: Callable[[OSError], bool],
-    tell_wait: Callable[[OSError], object],
+    may_pass: Callable[[Exception], bool],
+    tell_wait: Callable[[Exception], object],
     patience_s: float,
     poll_s: float,
 ) -> T:
@@ -180,7 +191,7 @@ def _repeat(
     while True:
         try:
             return action()
-        except OSError as error:
+        except (OSError, RunFolderError) as error:
             if not may_pass(error) or time.monotonic() - began > patience_s:
                 raise
             if not warned:

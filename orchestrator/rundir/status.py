@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import ClusterError, RunFolderError
-from orchestrator.rundir.files import read_json
+from orchestrator.rundir.files import await_readable, read_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.generations import GenerationRecord
 from orchestrator.rundir.lock import is_locked
@@ -175,9 +175,9 @@ def unknown(run: RunDir, error: BaseException) -> RunStatus:
 
 
 def status_or_damage(run: RunDir, read: Callable[[], RunStatus]) -> RunStatus:
-    """Return `read()`; a run that cannot be read gets a status that says why."""
+    """Return `read()`; a run that cannot be read, nor in a moment, has a status that says why."""
     try:
-        return read()
+        return await_readable(read, brief=True)
     except DAMAGE as error:
         return unknown(run, error)
 

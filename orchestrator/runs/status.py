@@ -28,6 +28,7 @@ from orchestrator.rundir.lock import is_locked, signal_holder
 from orchestrator.rundir.metrics import HELD_OUT
 from orchestrator.rundir.outcome import describe_stop
 from orchestrator.rundir.status import (
+    DAMAGE,
     ENDED_STATES,
     OVER,
     UNREADABLE,
@@ -38,6 +39,7 @@ from orchestrator.rundir.status import (
     kind_of,
     mark_unknown,
     status_or_damage,
+    unknown,
 )
 from orchestrator.runs.follow import handle_of, resolve_submissions
 from orchestrator.units import named_numbers, plural
@@ -68,7 +70,7 @@ def statuses(runs: Iterable[RunDir]) -> tuple[list[RunStatus], list[str]]:
     runs = list(runs)
     by_path: dict[Path, RunStatus] = {}
     of_schedulers: dict[str, list[RunDir]] = {}
-    sentences, unknown = resolve_submissions(runs)
+    sentences, unresolved = resolve_submissions(runs)
     for run in runs:
         status = by_path[run.path] = status_or_damage(run, partial(_read_status, run))
         if status.job_id is not None:
@@ -85,7 +87,7 @@ def statuses(runs: Iterable[RunDir]) -> tuple[list[RunStatus], list[str]]:
         if status.state in ("starting", "running") and not status.reason and is_full(path):
             full = "its disk is full: it trains on, but nothing of it is recorded or saved"
             by_path[path] = replace(status, reason=full)
-    for path, why in unknown.items():
+    for path, why in unresolved.items():
         if by_path[path].state not in UNREADABLE:
             by_path[path] = replace(by_path[path], state="unknown", reason=why)
     return [by_path[run.path] for run in runs], sentences
@@ -197,19 +199,28 @@ def cancel_sweep(folder: Path, *, now: bool) -> list[str]:
         A sentence for all points with the same outcome.
 
     Raises:
-        ClusterError: there is nothing to stop, or the scheduler does not answer.
+        ClusterError: there is nothing to stop, or the scheduler does not answer; or a point that
+            cannot be read was not stopped: the message says that, and what happens to the others.
         RunFolderError: there is no run in the folder, and no command is about to begin one.
     """
     sweep, sentences = RunDir(folder), list[str]()
     if is_locked(sweep):
         sentences.append(_cancel_holder(sweep, now=now))
     runs = [] if sentences and not find_runs(folder) else expand([folder])
-    open_ones = [s for s in statuses(runs)[0] if s.state not in (*OVER, *UNREADABLE)]
+    open_ones = [status for status in statuses(runs)[0] if status.state not in OVER]
     members: dict[type[Cluster], list[RunDir]] = {}
     paths_by_message: dict[str, list[Path]] = {}
+    unsent: list[str] = []
     for status in open_ones:
         run = RunDir(status.folder)
-        if run.handle.exists():
+        if status.state in UNREADABLE:
+            try:
+                if message := _cancel_unreadable(run, sweep, now=now):
+                    paths_by_message.setdefault(message, []).append(run.path)
+            except (ConfigError, *DAMAGE) as error:
+                name = run.path.relative_to(folder)
+                unsent.append(f"{name} was not cancelled: {unknown(run, error).reason}")
+        elif run.handle.exists():
             members.setdefault(class_of(status.cluster), []).append(run)
         elif not is_locked(sweep):  # it was resumed alone
             handle = handle_of(run)  # raises where it may be queued
@@ -227,12 +238,27 @@ def cancel_sweep(folder: Path, *, now: bool) -> list[str]:
         if all(name.isdigit() for name in names):
             named = named_numbers("point", sorted(map(int, names)))
         sentences.append(f"{named}{': each' * (len(paths) > 1)} {message}")
+    if unsent:
+        raise ClusterError("\n".join([*sentences, *unsent]))
     if not sentences:
         raise ClusterError(
             f"none of the {plural(len(runs), 'point')} in {folder} is queued or running; there is "
             f"nothing to cancel"
         )
     return sentences
+
+
+def _cancel_unreadable(run: RunDir, sweep: RunDir, *, now: bool) -> str | None:
+    """Stop a point of which some file cannot be read. Return what happens; None if it is over.
+
+    Raises:
+        ConfigError, or one of `DAMAGE`: the files do not say what to stop, or it cannot be done.
+    """
+    if run.handle.exists():
+        return class_of(kind_of(run)).cancel_all([run], now=now).get(run.path)
+    if is_locked(run) and not is_locked(sweep):
+        return handle_of(run).cancel(run, now=now)
+    return None
 
 
 def _cancel_holder(sweep: RunDir, *, now: bool) -> str:

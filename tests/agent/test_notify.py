@@ -1,6 +1,7 @@
 """Messages that an agent, or a process after it, sends: all of them, and none twice."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -8,7 +9,9 @@ import pytest
 
 from orchestrator.config.composer import compose
 from orchestrator.config.reading import to_yaml
-from orchestrator.notify import Notifier, messages
+from orchestrator.config.schema import NotifyConfig
+from orchestrator.errors import ConfigError
+from orchestrator.notify import Notifier, check_recipients, messages
 from orchestrator.rundir.files import write_json
 from tests.helpers import environment, until
 
@@ -104,6 +107,12 @@ def test_a_message_whose_process_cannot_be_started_is_sent_by_the_next_process(t
     say(tmp_path / "gate", "is sent\n")
     notifier.wait()
     assert (tmp_path / "notes").read_text() == "first_update is sent\n"
+
+
+@pytest.mark.parametrize("command", ["mail -s 'it's over' me", "note \\", "no-such-program", ""])
+def test_a_command_that_cannot_be_run_is_refused(command):
+    with pytest.raises(ConfigError, match=f"^notify.command={re.escape(command)}: "):
+        check_recipients(NotifyConfig(command=command))
 
 
 def test_each_stall_of_a_run_is_a_message_until_the_run_has_ended(run):

@@ -1,5 +1,6 @@
 """`status` of folders that are damaged or another user's: a row each, and none hides another."""
 
+import errno
 import json
 import os
 import random
@@ -194,6 +195,34 @@ def test_a_damaged_run_says_which_file_and_why(tmp_path):
     assert status.state == "damaged"
     assert "result.json is damaged" in status.reason
     assert "damaged" in shown([status])
+
+
+@pytest.mark.parametrize(
+    ("number", "failures", "state", "reads"),
+    [
+        (errno.ESTALE, 1, "finished", 2),
+        (errno.EIO, 2, "finished", 3),
+        (errno.EIO, 1000, "damaged", None),
+        (errno.EACCES, 1000, "private", 1),
+    ],
+)
+def test_a_file_that_cannot_be_read_for_a_moment_is_read_again(
+    tmp_path, monkeypatch, number, failures, state, reads
+):
+    run, count, really = make_run(tmp_path / "a"), [0], os.open
+
+    def fail(path, *flags, **more):
+        if str(path) == str(run.plan):
+            count[0] += 1
+            if count[0] <= failures:
+                raise OSError(number, os.strerror(number), str(path))
+        return really(path, *flags, **more)
+
+    monkeypatch.setattr(os, "open", fail)
+    monkeypatch.setattr("orchestrator.rundir.files.GLANCE_S", 60.0 if failures < 1000 else 0.2)
+    [status], _ = statuses([run])
+    assert status.state == state
+    assert count[0] == reads if reads else count[0] > 1
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"kind": "slurm"}', '{"elements": {"..": "1"}}'])

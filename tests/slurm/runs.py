@@ -80,6 +80,7 @@ def over(cluster: DevCluster, job: str) -> bool:
         "SIGNALING",
         "REQUEUED",
         "CONFIGURING",
+        "RESV_DEL_HOLD",  # until it starts, after `scontrol release`, too
     )
 
 

@@ -251,6 +251,42 @@ def test_a_run_whose_submitter_was_killed_trains_and_is_found_when_it_is_over(sl
     )
 
 
+def test_of_two_jobs_of_a_run_only_the_recorded_one_trains_while_it_lives(slurm, tmp_path):
+    run = tmp_path / "run"
+    recorded = runs.submit(slurm, run, "train.updates=2", "cluster.nodes=1", HELD)
+
+    def sbatch() -> str:
+        command = ("sbatch", "--parsable", "--begin=now", run / "submitit" / "000.sh")
+        where = environment(SLURM_CONF=str(slurm.slurm_conf))
+        return subprocess.check_output(command, env=where, text=True).strip()
+
+    other = sbatch()
+    until(lambda: runs.over(slurm, other), what="the end of the second job")
+    refusal = f"this job ({other}) is not the run's: that is job {recorded}"
+    assert refusal in (run / "logs" / "batch.log").read_text()
+    assert not list((run / "attempts").iterdir())
+    assert runs.status(run)["state"] == "pending"
+    slurm.command("scancel", recorded)
+    by_hand = sbatch()
+    until(lambda: runs.over(slurm, by_hand), what="the end of the job that a person submitted")
+    assert result(run)["updates"] == 2
+
+
+def test_a_job_whose_reservation_is_gone_waits_and_is_not_taken_for_ended(slurm, tmp_path):
+    run, name = tmp_path / "run", "ReservationName=soon"
+    facts = ("StartTime=now", "Duration=180", "Users=root", "Nodes=n0")
+    slurm.command("scontrol", "create", "reservation", name, *facts)
+    reserved = "+cluster.slurm_flags.reservation=soon"
+    job = runs.submit(slurm, run, "train.updates=2", "cluster.nodes=1", reserved, HELD)
+    slurm.command("scontrol", "update", name, "EndTime=now+5")  # in use, so it cannot be deleted
+    until(lambda: runs.queue_state(slurm, job) == "RESV_DEL_HOLD", what="its end")
+    found = runs.status(run)
+    assert (found["state"], f"`scontrol release {job}`" in found["reason"]) == ("pending", True)
+    slurm.command("scontrol", "release", job)
+    runs.release(slurm, run)
+    assert runs.wait_over(slurm, run)["updates"] == 2
+
+
 def test_a_controller_that_dies_between_two_arrays_leaves_what_was_queued(mended, tmp_path):
     """Ctrl-C follows while the command tries again. One array for each number of nodes."""
     sweep = tmp_path / "sweep"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import getpass
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestrator.clusters.api import Admission
@@ -194,15 +194,18 @@ def preempt_grace_s(
     if kind != "preempt/qos":
         return min((float(p.grace_s) for p in partitions if p.grace_s is not None), default=None)
 
-    def rows(*command: str) -> list[list[str]]:
-        answer = client.run("sacctmgr", "-nP", "show", *command, timeout_s=ACCOUNTING_S)
-        return [line.split("|") for line in answer.out.splitlines()] if not answer.code else []
+    def rows(*command: str, fields: Sequence[str]) -> list[list[str]]:
+        form = f"format={','.join(fields)}"
+        answer = client.run("sacctmgr", "-nP", "show", *command, form, timeout_s=ACCOUNTING_S)
+        table = [line.split("|") for line in answer.out.splitlines()] if not answer.code else []
+        return [row for row in table if len(row) == len(fields)]  # a wrapper may print more
 
     if not qos:
-        own = rows("assoc", "where", f"user={getpass.getuser()}", "format=DefaultQOS")
-        qos = next((row[0] for row in own if row[0]), "normal")
+        user = getpass.getuser()
+        own = rows("assoc", "where", f"user={user}", fields=("User", "DefaultQOS"))
+        qos = next((qos for name, qos in own if name.lower() == user.lower() and qos), "normal")
     name = str(qos).lower()
-    known = rows("qos", "format=Name,GraceTime,Preempt")
+    known = rows("qos", fields=("Name", "GraceTime", "Preempt"))
     if not any(name in preempts.lower().split(",") for _, _, preempts in known):
         return None
     return next((seconds(grace) for other, grace, _ in known if other == name), None)

@@ -41,6 +41,7 @@ PREAMBLE = 8  # the descriptor of the preamble's text
 SRUN_GRACE_S = 10  # between the signals to an srun that does not end
 ROOM_BYTES = 65536  # that a disk must have for the files of an attempt's start
 STEPS_S = 20  # for which a controller that has just started may refuse steps
+ANSWER_S = 60  # for which squeue may take to answer
 STOPPED_S = 5  # for which a process of the script may be stopped
 STARTER = "clusters/slurm/node_entry.py"
 MOUNTS = "container-mounts"
@@ -114,9 +115,23 @@ if ! [ -x @{python} ]; then
     exit 1
 fi
 """)
+JOB_ID = "job_id=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
+# Where sbatch's answer was lost, the run may have been submitted again: of two jobs, the recorded
+# one trains. One that has ended bars no other, as of a person who calls sbatch; and during a
+# submission the record is an old one. The id is read as `write_json` writes it.
+OWN_JOB = Shell("""\
+own_job=$(sed -n 's/^ "job_id": "\\([0-9_]*\\)",$/\\1/p' "$run/handle.json" 2>/dev/null)
+if [ "${own_job:-$job_id}" != "$job_id" ] &&
+    ! [ -e "$run/submitting.json" -o -e "$run/../submitting.json" ] &&
+    timeout @{ANSWER_S} squeue -ahr -t PD,CF,R,S,CG -o %i -j "$own_job" 2>/dev/null |
+    grep -qxF "$own_job"
+then
+    echo "error: this job ($job_id) is not the run's: that is job $own_job, queued or running" >&2
+    exit 1
+fi
+""")
 # `read -rt 1 <> <(:)` sleeps, without a process that would hold back traps or outlive the script.
 ATTEMPT = Shell("""\
-job_id=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
 restarts=$run/attempts/srun-restarts-$job_id  # how often srun was restarted
 refuse_links "$restarts"
 restarted=$(cat "$restarts" 2>/dev/null || echo 0)
@@ -392,6 +407,9 @@ def _step(
     # A container has its own, but the last line of a job's script runs outside.
     if config.cluster.container is None or not attended:
         yield from PYTHON_CHECK.lines(python=quoted(host.python))
+    yield JOB_ID
+    if not attended:
+        yield from OWN_JOB.lines(ANSWER_S=ANSWER_S)
     yield from ATTEMPT.lines(
         BASE=BASE_ATTEMPT_VARIABLE,
         attempt=attempt,

@@ -254,21 +254,20 @@ QUEUE_FIELDS = (
 )
 # The last column alone may hold the separator.
 QUEUE = ("squeue", "-a", "-r", "-t", "all", "-O", ":|,".join(QUEUE_FIELDS) + ":")
-ALIVE = frozenset(
+# Any other state, also one of a later SLURM, is that of a job that runs or may yet: a reservation
+# was deleted (RESV_DEL_HOLD), or it runs in another cluster of the federation (REVOKED).
+ENDED = frozenset(
     {
-        "PENDING",
-        "RUNNING",
-        "COMPLETING",
-        "CONFIGURING",
-        "SUSPENDED",
-        "STOPPED",
-        "RESIZING",
-        "SIGNALING",
-        "STAGE_OUT",
-        "REQUEUED",
-        "REQUEUE_FED",
-        "REQUEUE_HOLD",
-        "SPECIAL_EXIT",
+        "BOOT_FAIL",
+        "CANCELLED",
+        "COMPLETED",
+        "DEADLINE",
+        "FAILED",
+        "GONE",  # ours: no longer known to SLURM
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+        "PREEMPTED",
+        "TIMEOUT",
     }
 )
 # A node could not start the job (its prolog failed, say, or it still had the job's last start):
@@ -279,8 +278,10 @@ HELD = {
     "job requeued in held state": "",
     "jobhelduser": "",
     "jobheldadmin": "an administrator holds it, and only one can release it; ",
+    "reservationdeleted": "",
 }
 """Reasons of jobs that wait for `scontrol release`, with what is known of the cause."""
+RESERVATION_DELETED = re.compile(r"reservation .* was deleted")
 NEVER_STARTS = {
     "dependencyneversatisfied": "its dependency can no longer be met",
     "partitiontimelimit": "its time (cluster.time_min) is above the partition's limit",
@@ -296,7 +297,17 @@ SUSPENDED = {
         "by an administrator's `scontrol resume {}`"
     ),
 }
-WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD"})
+WAITING = frozenset(
+    {
+        "PENDING",
+        "CONFIGURING",
+        "REQUEUED",
+        "REQUEUE_FED",
+        "REQUEUE_HOLD",
+        "RESV_DEL_HOLD",
+        "SPECIAL_EXIT",
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -334,7 +345,7 @@ class Job:
     @property
     def alive(self) -> bool:
         """Return whether it runs, or may yet."""
-        return self.state in ALIVE
+        return self.state not in ENDED
 
     @property
     def cancelled(self) -> bool:
@@ -356,7 +367,8 @@ class Job:
 
     @property
     def _reason_key(self) -> str:
-        return self.reason.lower().replace("_", " ").strip("()")
+        key = self.reason.lower().replace("_", " ").strip("()")
+        return "reservationdeleted" if RESERVATION_DELETED.fullmatch(key) else key
 
     @property
     def waits_for(self) -> str:

@@ -49,6 +49,7 @@ from orchestrator.clusters.slurm.diagnosis import (
     describe_agents_end,
     describe_srun_end,
 )
+from orchestrator.clusters.slurm.handle import is_of_another
 from orchestrator.clusters.slurm.trust import client_of, read_handle
 from orchestrator.config.program import is_program
 from orchestrator.config.schema import notice_s
@@ -305,6 +306,7 @@ def _daemons_listen(client: SlurmClient, nodes: str) -> bool:
     ports = [
         re.search(r"\bPort=(\d+)", line) or re.fullmatch(r"(\d+)", usual)
         for line in shown.splitlines()
+        if "NodeName=" in line  # a wrapper may print more
     ]
     if not addresses or len(addresses) != len(ports) or not all(ports):
         return False
@@ -603,7 +605,7 @@ def _finalize_locked(run: RunDir, seen: Job) -> str | None:
     client = client_of(run, handle.get("slurm_conf"))
     job = queued(client, [seen.id]).get(seen.id) if str(handle["job_id"]) == seen.id else None
     list(run.path.iterdir())  # a network file system then looks for a result once more
-    if job is None or job.alive or run.read_result() is not None:
+    if job is None or job.alive or is_of_another(run, job) or run.read_result() is not None:
         return None
     attempt = int(handle["attempt"]) + job.restarts + _srun_restarts(run, seen.id)
     if read_newest_attempt(run.newest_attempt) > attempt:

@@ -25,6 +25,7 @@ from orchestrator.errors import ClusterError
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import describe_stop, write_result
+from orchestrator.rundir.status import DAMAGE
 
 CANCEL_S, POLL_S = 5.0, 0.5
 UNSENT = "nothing was sent"
@@ -59,7 +60,7 @@ def cancel_all(runs: Sequence[RunDir], *, now: bool) -> dict[Path, str]:
             job = jobs.get(job_id)
             if job is None or not job.alive:
                 continue
-            if (result := run.read_result()) is not None and not now and not job.waiting:
+            if not now and not job.waiting and (result := run.read_result()) is not None:
                 outcomes[run.path] = (
                     f"is about to end: the run has ended ({result['state']}); {UNSENT}; --now ends "
                     "the job at once"
@@ -79,7 +80,11 @@ def cancel_all(runs: Sequence[RunDir], *, now: bool) -> dict[Path, str]:
             outcomes[run.path] = "is cancelled; resume goes on from what was saved"
         for run, job in stops.items():
             still = f"; until then, {job.suspended_by}" if job.suspended_by else ""
-            outcomes[run.path] = f"{describe_stop(run)}{still}; --now ends it at once"
+            try:
+                what = describe_stop(run)
+            except DAMAGE as error:
+                what = f"is asked to stop; what it does then is not known ({error})"
+            outcomes[run.path] = f"{what}{still}; --now ends it at once"
     return outcomes
 
 
@@ -128,9 +133,36 @@ def is_ours(run: RunDir, job: Job) -> bool:
     run's folder, or it is the run's element of an array of its sweep.
     """
     script = Path(os.path.realpath(job.command))
-    of_the_sweep = script.parent == Path(os.path.realpath(run.path.parent / ARRAYS))
-    is_element = of_the_sweep and run.path.name == job.id.partition("_")[2]
-    return is_element or script.is_relative_to(os.path.realpath(run.submitit))
+    return any(
+        script.is_relative_to(os.path.realpath(folder)) or _is_same(script.parent, folder)
+        for folder in _script_folders(run, job)
+    )
+
+
+def is_of_another(run: RunDir, job: Job) -> bool:
+    """Return whether a job is not this run's, though its handle names it: ids begin again where a
+    controller has lost its state, and the folder may be a copy.
+
+    A script that this machine does not see may be the run's by another path, if folders of the same
+    names hold it. Of a job without a script nothing is known.
+    """
+    if job.command in ("", "(null)") or is_ours(run, job):
+        return False
+    ends = [folder.parts[-2:] for folder in _script_folders(run, job)]
+    return os.path.lexists(job.command) or Path(job.command).parent.parts[-2:] not in ends
+
+
+def _script_folders(run: RunDir, job: Job) -> list[Path]:
+    """Return where the batch scripts of a run's jobs of such an id are."""
+    is_element = run.path.name == job.id.partition("_")[2]
+    return [run.submitit, *([run.path.parent / ARRAYS] if is_element else [])]
+
+
+def _is_same(folder: Path, other: Path) -> bool:
+    try:
+        return folder.samefile(other)
+    except OSError:
+        return False
 
 
 def _await_end(client: SlurmClient, jobs: Mapping[RunDir, Job]) -> None:
@@ -141,7 +173,7 @@ def _await_end(client: SlurmClient, jobs: Mapping[RunDir, Job]) -> None:
         known = queued(client, [job.id for job in pending.values()])
         for run, job in list(pending.items()):
             if job.id not in known or not known[job.id].alive:
-                with contextlib.suppress(OSError):  # a full disk: `status` writes it later
+                with contextlib.suppress(*DAMAGE):  # a full disk, say: `status` writes it later
                     write_result(run, State.STOPPED)
                 del pending[run]
         if pending:
@@ -224,7 +256,10 @@ class SlurmHandle(Handle):
         job_id = self.job_id
         try:
             job = queued(self.client, [job_id]).get(job_id)
-            answer.set_result(job or accounted(self.client, [job_id]).get(job_id))
+            if job is not None and is_of_another(self._run, job):
+                answer.set_result(None)
+            else:
+                answer.set_result(job or accounted(self.client, [job_id]).get(job_id))
         except Exception as error:  # noqa: BLE001  # raised where the answer is read
             answer.set_exception(error)
 
@@ -266,7 +301,9 @@ class SlurmHandle(Handle):
 
     def in_progress(self) -> str:
         job = queued(self.client, [self.job_id]).get(self.job_id)
-        return f"{self.title}, {job.state.lower()}" if job is not None and job.alive else ""
+        if job is None or not job.alive or is_of_another(self._run, job):
+            return ""
+        return f"{self.title}, {job.state.lower()}"
 
     def cancel(self, run: RunDir, *, now: bool) -> str:
         sentence = cancel_all([run], now=now).get(run.path)

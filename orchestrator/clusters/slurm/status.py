@@ -14,6 +14,7 @@ from pathlib import Path
 from orchestrator.clusters.slurm.client import Job, SlurmClient, accounted, jobs_of_user, queued
 from orchestrator.clusters.slurm.diagnosis import diagnose
 from orchestrator.clusters.slurm.finalize import finalize_ended_job
+from orchestrator.clusters.slurm.handle import is_of_another
 from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.errors import ClusterError
 from orchestrator.rundir.folder import RunDir
@@ -79,6 +80,14 @@ def _query(
     for run in runs:
         status = statuses[run.path]
         job = jobs.get(str(status.job_id))
+        if job is not None and is_of_another(run, job):
+            if status.state not in ENDED_STATES:
+                reason = (
+                    f"the run's job has ended without a result; job {job.id}, which "
+                    f"{run.handle} names, is another one now and runs {job.command}"
+                )
+                statuses[run.path] = replace(status, state="lost", reason=reason)
+            continue
         if job is None:
             if status.state not in ENDED_STATES and not silent:
                 reason = f"job {status.job_id} has left the queue without a result"

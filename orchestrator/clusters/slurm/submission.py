@@ -45,6 +45,8 @@ ALONE = ("",)  # a run that is a job of its own
 SUBMIT_LIMIT = re.compile(r"\b(Assoc|QOS)\w*SubmitJob\w*Limit\b", re.IGNORECASE)
 NO_NUMBER = "sbatch ended well, but printed no job's number"
 PARSABLE = re.compile(r"^(\d+)(?:;(\S+))?\s*$", re.MULTILINE)
+LOOKS, LOOK_S = 16, 2.0
+"""For a job whose answer was lost. A busy controller makes it after sbatch has given up."""
 LOST_ANSWERS = ("timed out", "zero bytes", "did not answer", NO_NUMBER)
 
 
@@ -95,7 +97,7 @@ def queue(
 
         def submit() -> str:
             nonlocal answer_lost, unnumbered
-            if answer_lost and (job_id := _job_of(client, note)) is not None:
+            if answer_lost and (job_id := _late_job_of(client, note)) is not None:
                 return job_id
             answer_lost = False
             if unnumbered:
@@ -228,6 +230,19 @@ def _job_of(client: SlurmClient, note: Mapping[str, Any]) -> str | None:
     past = accounted_scripts(client, os.getuid(), since=float(note["time"]))
     numbers = {int(number) for number, text in past if os.path.realpath(text) == script}
     return str(max(numbers)) if numbers and max(numbers) > before else None
+
+
+def _late_job_of(client: SlurmClient, note: Mapping[str, Any]) -> str | None:
+    """Return the job made from a note's script, after some time if need be; None if there is none.
+
+    Raises:
+        SchedulerDown: there is no answer.
+    """
+    for look in range(LOOKS):
+        time.sleep(LOOK_S if look else 0.0)
+        if (job_id := _job_of(client, note)) is not None:
+            return job_id
+    return None
 
 
 def _write_handles(folder: RunDir, note: Mapping[str, Any], job: str) -> None:

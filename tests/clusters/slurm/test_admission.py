@@ -1,6 +1,7 @@
 """Requests that a scheduler could never run, by its own answers. Nothing is started."""
 
 import contextlib
+import getpass
 import os
 import re
 import resource
@@ -43,17 +44,20 @@ def test_what_a_partition_never_gives_is_found_although_slurm_would_take_it():
 
 
 class Client:
-    """Answers as sacctmgr, one table for associations and one for qos."""
+    """Answers as sacctmgr, one table for associations and one for qos; after a site's banner."""
 
-    def __init__(self, *qualities, default=""):
-        self.tables = {"assoc": [default], "qos": qualities}
+    def __init__(self, *qualities, default="", banner=""):
+        self.tables = {"assoc": [f"{getpass.getuser()}|{default}"], "qos": qualities}
+        self.banner = banner
 
     def run(self, *command, **_):
-        return Answer(0, "".join(f"{row}\n" for row in self.tables[command[3]]), "")
+        rows = "".join(f"{row}\n" for row in self.tables[command[3]])
+        return Answer(0, f"{self.banner}{rows}", "")
 
 
 BY_PARTITION, BY_QOS = "preempt/partition_prio", "preempt/qos"
 # As sacctmgr prints Name, GraceTime and Preempt.
+BANNER = "*** maintenance on Monday ***\nask | the help desk\n\n"
 QUALITIES = ("normal|00:00:00|", "low|00:00:15|", "high|00:00:00|low,scavenge")
 
 
@@ -68,6 +72,8 @@ QUALITIES = ("normal|00:00:00|", "low|00:00:15|", "high|00:00:00|low,scavenge")
         (BY_QOS, "REQUEUE", None, Client(*QUALITIES, default="low"), 15),
         (BY_QOS, "REQUEUE", None, Client(*QUALITIES), None),
         (BY_QOS, "REQUEUE", "low", Client(), None),
+        (BY_QOS, "REQUEUE", "low", Client(*QUALITIES, banner=BANNER), 15),
+        (BY_QOS, "REQUEUE", None, Client(*QUALITIES, banner=BANNER, default="low"), 15),
     ],
 )
 def test_the_notice_of_a_preemption_is_the_partitions_or_the_qos(kind, mode, qos, client, grace):

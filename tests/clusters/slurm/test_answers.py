@@ -131,6 +131,24 @@ def test_a_job_that_a_person_ends_is_told_from_one_that_the_scheduler_takes(valu
 
 
 @pytest.mark.parametrize(
+    ("state", "alive", "waiting"),
+    [
+        ("RESV_DEL_HOLD", True, True),
+        ("SPECIAL_EXIT", True, True),
+        ("REVOKED", True, False),
+        ("A_STATE_OF_A_LATER_SLURM", True, False),
+        ("COMPLETING", True, False),
+        ("COMPLETED", False, False),
+        ("CANCELLED", False, False),
+        ("DEADLINE", False, False),
+    ],
+)
+def test_only_a_job_in_a_final_state_has_ended(state, alive, waiting):
+    [job] = squeue(State=state)
+    assert (job.alive, job.waiting) == (alive, waiting)
+
+
+@pytest.mark.parametrize(
     ("words", "down", "no_conf"),
     [
         ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", 1, 0),

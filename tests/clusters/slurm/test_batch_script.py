@@ -181,6 +181,39 @@ def test_an_attempt_that_starts_on_a_full_disk_waits_for_space(tmp_path, disk):
     assert not room.exists()
 
 
+# Of each job: the recorded one, whether that lives, whether a submission is going on, whether it
+# may start.
+OWNERS = {
+    "recorded": ("8", True, None, True),
+    "another lives": ("9", True, None, False),
+    "another has ended": ("9", False, None, True),
+    "to be recorded": ("9", True, "submitting.json", True),
+    "element to be recorded": ("9", True, "../submitting.json", True),
+    "never recorded": (None, True, None, True),
+}
+
+
+@pytest.mark.parametrize("case", OWNERS)
+def test_a_job_starts_nothing_while_another_one_is_recorded_and_lives(tmp_path, case):
+    recorded, lives, submission, starts = OWNERS[case]
+
+    def befall(run: RunDir) -> None:
+        if recorded is not None:
+            files.write_json(run.handle, {"kind": "slurm", "job_id": recorded, "attempt": 3})
+        if submission is not None:
+            (run.path / submission).write_text("")
+        squeue = tmp_path / "squeue"
+        answer = f"[ ${{@: -1}} = 9 ] && {str(lives).lower()} && echo 9"
+        squeue.write_text(f"#!/bin/bash\necho a banner\n{answer}\n")
+        squeue.chmod(0o755)
+
+    script = Script(tmp_path, slurm_config(), before=befall, SLURM_JOB_ID="8")
+    assert bool(script.words("srun")) == starts, script.done.stderr
+    assert bool(script.words("python")) == starts
+    assert script.done.returncode == (0 if starts else 1)
+    assert starts or "this job (8) is not the run's: that is job 9" in script.done.stderr
+
+
 def test_an_attempt_whose_folder_cannot_be_made_fails_at_once(tmp_path):
     def occupy(run: RunDir) -> None:
         (run.attempts / "003").write_text("")

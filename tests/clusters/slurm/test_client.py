@@ -2,7 +2,9 @@
 
 import errno
 import os
+import shutil
 import time
+from concurrent.futures import Future
 
 import pytest
 
@@ -14,7 +16,9 @@ from orchestrator.clusters.slurm.handle import cancel_all
 from orchestrator.clusters.slurm.submission import adopt, queue
 from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.rundir.files import write_json
-from orchestrator.runs.status import statuses
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.outcome import departure_note
+from orchestrator.runs.status import cancel_sweep, statuses
 from tests.clusters.slurm.queue_lines import queue_line
 from tests.programs import script
 from tests.run_folders import make_run
@@ -109,6 +113,39 @@ def test_cancel_says_of_an_ended_run_that_its_job_is_about_to_end(submitted, say
     assert [call for call in calls() if call.startswith("scancel")] == ["scancel 7"]
 
 
+@pytest.mark.parametrize("now", [False, True])
+def test_a_point_that_cannot_be_read_is_cancelled_with_its_sweep_or_named(say, tmp_path, now):
+    """Point 1 has a damaged plan, point 2 says nothing of its job, and point 3 is over."""
+    sweep = tmp_path / "sweep"
+    sweep.mkdir()
+    runs = [run_of_job(sweep / str(n), f"7_{n}") for n in range(4)]
+    runs[1].plan.write_text("{")
+    batch = sweep / "arrays" / "000.sh"
+    lines = [queue_line(JobArrayID=f"7_{n}", Command=str(batch)) for n in range(3)]
+    say("sacct", "7_3|FAILED|1:0|n1")
+    say("scancel", "")
+    calls = say("squeue", "\n".join(lines))
+    for damaged, ids in ((runs[3].plan, "7_0 7_1 7_2"), (runs[2].handle, "7_0 7_1")):
+        damaged.write_text("{")
+        seen = len(calls())
+        if damaged == runs[3].plan:
+            said = "\n".join(cancel_sweep(sweep, now=now))
+        else:
+            with pytest.raises(ClusterError, match=r"2 was not cancelled: .*handle\.json") as error:
+                cancel_sweep(sweep, now=now)
+            said = str(error.value)
+        signalled = {
+            job
+            for call in calls()[seen:]
+            if call.startswith("scancel")
+            for job in call.split()
+            if job.startswith("7_")
+        }
+        assert signalled == set(ids.split())
+        assert ("is asked to stop" in said) == (not now)
+        assert "3 was" not in said
+
+
 def test_a_forgotten_element_of_an_array_is_called_cancelled_before_it_began(submitted, say):
     say("squeue", queue_line(JobArrayID="8"))
     say("sacct", "7_3|COMPLETED|0:0|n1")
@@ -179,6 +216,55 @@ def test_a_job_that_waits_in_vain_says_what_to_do(submitted, say, reason, words)
     assert words in found.reason
 
 
+def test_a_job_whose_reservation_was_deleted_is_not_ended_by_looking(submitted, say):
+    say("sacct", "7|PENDING|0:0|None assigned")
+    for reason in ("ReservationDeleted", "Reservation soon was deleted"):
+        say("squeue", queue_line(State="RESV_DEL_HOLD", NodeList="", Reason=reason))
+        (found,), _ = statuses([submitted])
+        assert (found.state, "`scontrol release 7`" in found.reason) == ("pending", True)
+    assert not submitted.result.exists()
+
+
+def test_a_job_that_has_got_the_id_of_a_runs_job_is_not_taken_for_it(submitted, say):
+    """It fails, after the run had left in order: neither may the run end, nor it be requeued."""
+    submitted.begin_attempt()
+    write_json(submitted.departure(0), departure_note("preempted", 12))
+    stranger = {"Command": "/home/me/other/train.sh"}
+    say("scontrol", "")
+    say("sacct", "7|FAILED|1:0|n1")
+    calls = say("squeue", queue_line(**stranger))
+    (found,), _ = statuses([submitted])
+    assert (found.state, "runs /home/me/other/train.sh" in found.reason) == ("lost", True)
+    assert followed.SlurmHandle(submitted).in_progress() == ""
+    say("squeue", queue_line(State="FAILED", exit_code="256", **stranger))
+    (found,), _ = statuses([submitted])
+    assert found.state == "lost"
+    assert finalize_ended_job(submitted, Job(id="7", state="FAILED")) is None
+    assert not submitted.result.exists()
+    assert not any(call.startswith(("scontrol", "sacct")) for call in calls())
+    handle = followed.SlurmHandle(submitted)
+    handle._find(answer := Future())
+    assert answer.result(0) is None
+
+
+def test_of_a_run_folder_and_its_copy_the_job_is_the_firsts(submitted, say, tmp_path):
+    batch = submitted.submitit / "000.sh"
+    batch.parent.mkdir()
+    batch.write_text("")
+    copy = RunDir(tmp_path / "elsewhere" / "run")
+    shutil.copytree(submitted.path, copy.path)
+    say("squeue", queue_line(Command=str(batch)))
+    found, _ = statuses([submitted, copy])
+    assert [one.state for one in found] == ["starting", "lost"]
+
+
+def test_a_script_that_only_other_machines_see_by_its_path_may_be_the_runs(submitted, say):
+    say("squeue", queue_line(Command="/mounted/elsewhere/run/submitit/000.sh"))
+    (found,), _ = statuses([submitted])
+    assert found.state == "starting"
+    assert "running" in followed.SlurmHandle(submitted).in_progress()
+
+
 @pytest.mark.parametrize(
     "answer", ["7", "7;own", "--- Welcome to the 2 clusters ---\nCharging to 77\n7\n"]
 )
@@ -220,6 +306,29 @@ def test_a_job_whose_number_sbatch_does_not_print_is_found_in_the_queue(tmp_path
     run = make_run(tmp_path / "run")
     assert queue(run, batch, 0, None) == "7"
     assert sum(line.startswith("sbatch") for line in calls()) == 1
+
+
+def test_a_job_that_the_controller_makes_after_sbatch_gave_up_is_not_made_twice(
+    tmp_path, say, monkeypatch
+):
+    timeout = "Batch job submission failed: Socket timed out on send/recv operation"
+    calls = say("sbatch", "")
+    failing = f"#!/bin/sh\necho sbatch >>{tmp_path}/calls\necho '{timeout}' >&2\nexit 1\n"
+    script(tmp_path / "bin", failing, "sbatch", run=True)
+    say("squeue", queue_line(Command="/another/script.sh"))
+    say("sacct", "")
+    batch, pauses = tmp_path / "000.sh", []
+
+    def sleep(pause_s):
+        pauses.append(pause_s if pause_s >= 1 else 0)  # shorter ones are subprocess's
+        if sum(pauses) > 20:
+            say("squeue", queue_line(Command=str(batch)))
+
+    monkeypatch.setattr("time.sleep", sleep)
+    run = make_run(tmp_path / "run")
+    assert queue(run, batch, 0, None) == "7"
+    assert sum(line.startswith("sbatch") for line in calls()) == 1
+    assert run.read_handle()["job_id"] == "7"
 
 
 def test_an_sbatch_without_a_number_or_a_job_is_called_once(tmp_path, say, monkeypatch):

@@ -579,7 +579,8 @@ class Nodes:
     def check_output(self, *command):
         assert command[-1] == "n[0-1]"
         own = f"NodeAddr=127.0.0.1 NodeHostName=h Port={self.ports[0]} State=MIXED"
-        return f"NodeName=n0 {own}\nNodeName=n1 NodeAddr=127.0.0.1 NodeHostName=h State=MIXED\n"
+        usual = "NodeAddr=127.0.0.1 NodeHostName=h State=MIXED"
+        return f"*** maintenance on Monday ***\nNodeName=n0 {own}\nNodeName=n1 {usual}\n"
 
     def settings(self):
         return {"SlurmdPort": str(self.ports[1])}
