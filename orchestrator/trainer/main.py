@@ -79,7 +79,7 @@ def _train(worker: WorkerProcess) -> int:
                     result["why"] = why
                 write_patiently(lambda: write_json(worker.run.result, result))
         # Groups that watch their peers learn that what follows is an end, not a loss.
-        training.group.close()
+        (training.group if training.membership is None else training.membership).close()
         return EXIT_FINISHED if finished else EXIT_STOPPED
 
 

@@ -134,6 +134,7 @@ class GroupMembership(Callback):
         self._left = False  # no generation follows
         self._delayed = 0.0  # when the next one was last said to wait for space on the disk
         self._newcomers_wait = False
+        self._group: Any = None
         self._interrupt: Callable[[], None] = lambda: None
         self._generation = self._reported = 0
         self._members = tuple(range(spec.size))
@@ -189,10 +190,15 @@ class GroupMembership(Callback):
         else:
             self._link.send_event("stuck", cause=cause)
 
+    def close(self) -> None:
+        """Close the present group in order, as every member does at the end. Collective."""
+        self._group.close()
+
     # ------------------------------------------------------------------ the loop
 
     def begin(self, job: Any, group: Any) -> None:
         """Take part from the attempt's beginning, once the engine is built. Collective."""
+        self._group = group
         self._interrupt = group.interrupt  # before a loss can be one that others survive
         self._link.send_event("begins", code=modules_of(job))
         with for_others("the others to begin"), self._changed:
@@ -331,6 +337,7 @@ class GroupMembership(Callback):
         )
         with for_others(NEXT_GROUP):
             group = self._form(spec)
+        self._group = group
         self._interrupt = group.interrupt
         if given_up():  # before there was a group to interrupt
             raise PeerLost("one more rank is gone")

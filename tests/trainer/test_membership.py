@@ -2,6 +2,7 @@
 
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -116,3 +117,20 @@ def test_ranks_that_send_each_other_their_state_do_not_wait_for_one_another(tmp_
     with pytest.warns(UserWarning, match="rank 1 went away"):
         rank.membership.continue_training(LOST, rank.progress)
     assert standings == [(False, "it brings the next group to one state")]
+
+
+def test_the_group_that_is_closed_at_the_end_is_the_one_after_the_last_loss(tmp_path):
+    rank, closed = Rank(tmp_path, 0), []
+
+    def form(spec):
+        close = partial(closed.append, spec.generation)
+        return SimpleNamespace(interrupt=lambda: None, close=close)
+
+    rank.membership._framework = SimpleNamespace(form_group=form)
+    rank.hear(0, [0, 1, 2])
+    rank.membership.begin(object(), SimpleNamespace(interrupt=lambda: None, close=pytest.fail))
+    rank.hear(1, [0, 2])
+    with pytest.warns(UserWarning, match="rank 1 went away"):
+        rank.membership.continue_training(LOST, rank.progress)
+    rank.membership.close()
+    assert closed == [1]
