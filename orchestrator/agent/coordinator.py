@@ -191,6 +191,9 @@ class Coordinator:
             for member in generation["members"]:
                 worker = self.workers[rank_of(member, spec.ranks)]
                 worker.incarnation = max(worker.incarnation, incarnation_of(member, spec.ranks))
+        self._hung: set[int] = set()  # members whose own code has hung
+        for generation in generations:
+            self._hung.update(generation.get("hung", ()))
         self._lost_members: set[int] = set()  # members lost since the newest generation
         self.changed = True  # since the last tick
         self._noticed = 0.0
@@ -218,7 +221,6 @@ class Coordinator:
         self._killed = False
         self._killed_at = 0.0
         self._given_up: dict[int, int] = {}  # a rank's latest process that was ended, since it hung
-        self._hung: set[int] = set()  # ranks of which a member's own code has hung
         self._excluded: set[int] = set()  # ranks that computed wrongly
         self._stands: set[int] = set()  # ranks that make no progress
         self._standstill_reported = self._standstill_known = self._stall_written = False
@@ -542,9 +544,10 @@ class Coordinator:
         # Code that hangs in a rank's members twice ends the run: it would in a third, too. One that
         # has not joined keeps no other from training.
         counts = own and stalled is None and self._is_member(worker)
-        again = counts and rank in self._hung
+        member = self._member(rank)
+        again = counts and any(rank_of(m, self._ranks) == rank for m in self._hung - {member})
         if counts:
-            self._hung.add(rank)
+            self._hung.add(member)
         if self._survives_losses and not again:
             self._kill(rank)
             cause = self._described(culprit).cause
@@ -1045,6 +1048,8 @@ class Coordinator:
         """Publish a generation; without disk space, retry at the next tick. Those that wait for it
         learn once a second that it is still to come.
         """
+        if self._hung:  # what a later coordinator could learn from no agent that has replaced them
+            more["hung"] = sorted(self._hung)
         try:
             # Another coordinator's, if that one was faster: the first record of a number counts.
             generation = self._record.publish(number, members, **more, time=time.time())
@@ -1062,6 +1067,7 @@ class Coordinator:
         self._message = message_of(generation)
         self._generation, self._members = generation["generation"], list(generation["members"])
         self._member_set = set(self._members)
+        self._hung.update(generation.get("hung", ()))
         self._lost_members &= self._member_set
         self._noticed = self._clock() if self._lost_members else 0.0
         self._announced_newcomers, self._looked_for_room, self._delay_told = False, 0.0, 0.0

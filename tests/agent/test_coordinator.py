@@ -324,6 +324,41 @@ def test_a_rank_that_hangs_again_is_not_ended_for_it_again(tmp_path):
     assert "it hangs: at a lock" in culprit_of(attempt, 0, 2)["cause"]
 
 
+def take_over(first, incarnation):
+    """Have the third agent coordinate: the second rank's process is its newest one."""
+    second = Attempt(first.run.path, gone=[0], begin=False, index=2, replacements=3)
+    second.join(2)
+    started = {"event": "started", "rank": 1, "incarnation": incarnation}
+    second.coordinator.agent_connected(1, [{"rank": 1, "events": [started]}])
+    second.tick(MOMENT_S)
+    return second
+
+
+def test_a_rank_that_hangs_again_after_a_takeover_is_not_ended_for_it_again(tmp_path):
+    first = Attempt(tmp_path, replacements=3)
+    hang(first, "code")
+    assert lose(first, 1) == [(1, 1)]
+    let_in(first, 1, 1)
+    second = take_over(first, 1)
+    hang(second, "code", 1)
+    second.tick(GRACE_S)
+    second.tick(2 * GRACE_S)
+    assert second.commands_of("die")
+
+
+def test_one_hang_counts_once_though_another_coordinator_hears_of_it_too(tmp_path):
+    first = Attempt(tmp_path, replacements=3)
+    hang(first, "code")
+    lose(first, 2)
+    assert first.newest["members"] == [0, 1]
+    second = take_over(first, 0)
+    hang(second, "code")
+    second.tick(GRACE_S)
+    second.tick(2 * GRACE_S)
+    assert not second.commands_of("die")
+    assert [c["rank"] for _, c in second.commands_of("kill")] == [1]
+
+
 @pytest.mark.parametrize(
     ("first", "then"),
     [("stopped", "code"), ("asleep", "code"), ("stuck", "stuck"), ("stuck", "code")],
