@@ -220,7 +220,6 @@ class Coordinator:
         self._saver: int | None = None  # rank that saves the last boundary of a failed attempt
         self._killed = False
         self._killed_at = 0.0
-        self._given_up: dict[int, int] = {}  # a rank's latest process that was ended, since it hung
         self._excluded: set[int] = set()  # ranks that computed wrongly
         self._stands: set[int] = set()  # ranks that make no progress
         self._standstill_reported = self._standstill_known = self._stall_written = False
@@ -276,6 +275,10 @@ class Coordinator:
             self._command(index, "tell", rank=None, message=self._message)
         self._command(index, "tell", rank=None, message={"standstill_s": None})
         self._standstill_known = self._announced_newcomers = False
+        for worker in map(self.workers.__getitem__, here):
+            if worker.state == "alive" and worker.killed_at is not None:
+                worker.killed_at = None
+                self._kill(worker.rank)
         if self._over:
             self._command(index, "tell", rank=None, message={"left": True})
         if self._killed:
@@ -341,7 +344,10 @@ class Coordinator:
         if "seen" in event:
             worker.report = event["seen"]
         if kind == "started":
+            before = worker
             worker = WorkerState(worker.rank, event["incarnation"], "alive", started=True)
+            if before.incarnation == worker.incarnation:
+                worker.given_up, worker.killed_at = before.given_up, before.killed_at
             self.workers[worker.rank] = worker
             self._stands.discard(worker.rank)
             self._restart_at.pop(worker.rank, None)  # it lives: its agent was only late
@@ -529,11 +535,7 @@ class Coordinator:
         if worker.given_up:
             return
         rank = worker.rank
-        before = self._given_up.get(rank)
-        worker.given_up, self._given_up[rank] = cause, worker.incarnation
-        if before == worker.incarnation and self._survives_losses:
-            self._kill(rank)  # the first order may not have reached its agent
-            return
+        worker.given_up = cause
         culprit = Culprit(
             rank=rank,
             node=self._spec.name_of(self._spec.node_of(rank)),

@@ -453,6 +453,36 @@ def test_an_agent_that_is_started_again_starts_what_slept_under_the_one_before(t
     assert len(attempt.commands_of("start")) == 1
 
 
+def test_a_rank_that_is_killed_before_its_start_is_reported_may_sleep_in_the_kernel(tmp_path):
+    attempt = Attempt(tmp_path, nodes=2, ranks_per_node=2, whole_nodes=True, replacements=8)
+    attempt.end(2, -9)
+    attempt.end(3, -9)
+    attempt.tick(MOMENT_S)
+    attempt.tick(REST_S)
+    assert len(attempt.commands_of("start")) == 2
+    attempt.take("started", 3, 1)
+    attempt.end(3, -9, incarnation=1)
+    assert [c["rank"] for _, c in attempt.coordinator.commands()] == [2]
+    attempt.take("started", 2, 1)
+    pass_s(attempt, KILL_S + 1)
+    assert "SIGKILL has not ended it" in attempt.run.warnings(0, 1).read_text()
+
+
+def test_a_rank_is_killed_again_if_its_agent_connects_again(tmp_path):
+    """The first order may have been lost with the link. It was lost together with another rank."""
+    attempt = Attempt(tmp_path, nodes=2, ranks_per_node=2, whole_nodes=True)
+    attempt.end(3, -9)
+    attempt.tick()
+    assert [c["rank"] for _, c in attempt.commands_of("kill")] == [2]
+    attempt.coordinator.agent_disconnected(1)
+    started = {"event": "started", "rank": 2, "incarnation": 0}
+    ended = {**KILLED, "rank": 3, "incarnation": 0, "seen": SEEN, "ago_s": 0.0}
+    workers = [{"rank": 2, "events": [started]}, {"rank": 3, "events": [ended]}]
+    attempt.coordinator.agent_connected(1, workers)
+    attempt.tick()
+    assert [c["rank"] for _, c in attempt.commands_of("kill")] == [2]
+
+
 @pytest.mark.parametrize("survive", [False, True])
 def test_a_run_ends_though_a_rank_sleeps_in_the_kernel(tmp_path, survive):
     """With `survive` it is none of the members any more, and the others finish."""
