@@ -122,7 +122,7 @@ class Agent:
         self._coordinator: Coordinator | None = None
         self._ticked = 0.0
         self._stops: list[str] = []  # names of signals that the workers do not know yet
-        self._dying = self._over = False
+        self._dying = self._over = self._again = False
         self._descriptor_limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._end_rendezvous: Callable[[], None] = lambda: None  # of a program's ranks
         self._pipe = os.pipe()  # written to by signals
@@ -154,8 +154,9 @@ class Agent:
 
     # ------------------------------------------------------------------ the loop
 
-    def serve(self) -> None:
-        """Run the node until the coordinator ends the attempt.
+    def serve(self) -> bool:
+        """Run the node until the coordinator ends the attempt; return whether another agent is to
+        join the others, which continue without this one.
 
         Raises:
             BecomeWorker: in each worker that is forked.
@@ -191,6 +192,7 @@ class Agent:
             for link in self._links():
                 link.close()  # the others are done
             self._on_outcome(self._coordinator.outcome, self._coordinator.agents[0].lost)
+        return self._again
 
     def _turn(self) -> None:
         """Handle what has happened since the last turn."""
@@ -352,7 +354,9 @@ class Agent:
             self._end_rendezvous()
             self._notifier.wait()
             self._workers.await_leftovers()
-            self._over = True
+            self._over, self._again = True, command.get("again", False)
+            if self._again:
+                self._again = not self._is_replaced()
 
     # ------------------------------------------------------------------ the coordinator
 
@@ -498,6 +502,16 @@ class Agent:
         self._coordinator_link = None
         if lost:
             self._lose(self._coordinator_peer)
+        if self._is_replaced():
+            log.info("this node has a newer agent; this one ends")
+            self._over = True
+
+    def _is_replaced(self) -> bool:
+        """Return whether this node has a newer agent: while this one was stopped, the coordinator
+        may have had another one started. Both would report the same ranks.
+        """
+        newest = agent_file(self._run, self._spec.attempt, self._spec.index)
+        return newest is not None and newest != self._published
 
     # ------------------------------------------------------------------ followers
 

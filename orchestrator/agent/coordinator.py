@@ -1092,10 +1092,17 @@ class Coordinator:
         out_of_reach = nodes and all(self.agents[index].lost for index in nodes)
         if out_of_reach and nodes - self._closed_ports(nodes):
             # Some of the members may live: the attempt continues there, and its outcome is theirs.
-            log.info("the other nodes continue without this one; its agent ends")
+            # Where they can be reached, this agent was stopped, or their link was broken.
+            known = {n: agent_file(self._run, self._spec.attempt, n) for n in nodes}
+            states = probe_ports({n: peer for n, peer in known.items() if peer}, REACH_S)
+            again = Port.OPEN in states.values()
+            log.info(
+                "the other nodes continue without this one; its agent ends%s",
+                ", and the next one joins them" * again,
+            )
             for agent in self.agents.values():
                 if not agent.lost:  # a lost one that has connected again may hold the members
-                    self._command(agent.index, "end")
+                    self._command(agent.index, "end", again=again)
             return
         state, culprit = self._decide()
         lost: str | None = None  # described if it is not the job's fault: a scheduler restarts it

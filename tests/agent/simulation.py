@@ -330,9 +330,9 @@ class Simulation:
         if agent._over:
             self.say(f"agent {index} ends")
             self.unwritten |= agent._coordinator is not None and self.full
-            self.end_agent(index)
+            self.end_agent(index, again=agent._again)
 
-    def end_agent(self, index, *, killed=False):
+    def end_agent(self, index, *, killed=False, again=False):
         agent = self.agents.pop(index)
         self.frozen.pop(index, None)
         self.network.current = index
@@ -347,7 +347,7 @@ class Simulation:
             os.close(end)
         agent._workers.kill_all()
         self.all_agents_lost |= not self.agents and killed
-        if killed and self.left[index] > 0 and not self.stopped:
+        if (killed or again) and self.left[index] > 0 and not self.stopped:
             self.left[index] -= 1
             self.specs[index] = self.specs[index].next_incarnation()
             self.starts[index] = self.now + AGENT_REST_S

@@ -122,6 +122,15 @@ def test_an_agent_whose_link_breaks_follows_again_who_has_spoken(agent, spoke):
     assert (agent._coordinator is not None) is not spoke
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+def test_an_agent_that_was_replaced_while_it_was_stopped_ends(agent, senior, replaced):
+    if replaced:
+        publish_agent(node_spec(agent._spec.run, index=2, incarnation=1), 1)
+    senior.close()
+    agent._hear_coordinator()
+    assert agent._over is replaced
+
+
 def test_a_peer_that_reads_late_delays_nobody_and_misses_nothing():
     ours, its = socket.socketpair()
     with ours, its:
