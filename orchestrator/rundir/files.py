@@ -51,7 +51,7 @@ def open_nofollow(path: Path, flags: int = os.O_RDONLY) -> int:
         return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, PRIVATE_FILE)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise _foreign(path, "a link") from error
+            raise _foreign(path, "a link") from None
         raise
 
 
@@ -143,7 +143,7 @@ def await_disk_space(action: Callable[[], T], tell: Callable[[str], object]) -> 
         tell: gets a sentence about the wait, once.
     """
 
-    def tell_wait(error: OSError) -> None:
+    def tell_wait(error: Exception) -> None:
         tell(f"{error}; waiting for space on the disk, for up to {DISK_PATIENCE_S:.0f} s")
 
     def may_pass(error: OSError) -> bool:
@@ -154,13 +154,14 @@ def await_disk_space(action: Callable[[], T], tell: Callable[[str], object]) -> 
 
 def await_readable(action: Callable[[], T], tell: Callable[[str], object]) -> T:
     """Repeat an action that reads, while a file is there but cannot be read (a stale handle, a
-    server that does not answer), for some time. Raises its `OSError` after that.
+    server that does not answer), for some time. After that raises its `OSError`, or the
+    `RunFolderError` with such a cause.
 
     Args:
         tell: gets a sentence about the wait, once.
     """
 
-    def tell_wait(error: OSError) -> None:
+    def tell_wait(error: Exception) -> None:
         tell(f"{error}; reading it again, for up to {READ_PATIENCE_S:.0f} s")
 
     def may_pass(error: OSError) -> bool:
@@ -172,7 +173,7 @@ def await_readable(action: Callable[[], T], tell: Callable[[str], object]) -> T:
 def _repeat(
     action: Callable[[], T],
     may_pass: Callable[[OSError], bool],
-    tell_wait: Callable[[OSError], object],
+    tell_wait: Callable[[Exception], object],
     patience_s: float,
     poll_s: float,
 ) -> T:
@@ -180,8 +181,10 @@ def _repeat(
     while True:
         try:
             return action()
-        except OSError as error:
-            if not may_pass(error) or time.monotonic() - began > patience_s:
+        except (OSError, RunFolderError) as error:
+            cause = error if isinstance(error, OSError) else error.__cause__
+            passes = isinstance(cause, OSError) and may_pass(cause)
+            if not passes or time.monotonic() - began > patience_s:
                 raise
             if not warned:
                 tell_wait(error)

@@ -57,6 +57,7 @@ from orchestrator.notify import Notifier
 from orchestrator.rundir.checkpoints import Fence, read_newest_attempt
 from orchestrator.rundir.files import (
     await_disk_space,
+    await_readable,
     is_own,
     read_json,
     read_text,
@@ -85,8 +86,6 @@ MARGIN_S = 90.0
 """SLURM sends its notice of a time limit up to a minute early, and checks limits twice a minute."""
 REQUEUE_PATIENCE_S = 600.0
 """For a requeue that gets no answer, and for answers that cannot be read."""
-MOST_READS, READ_PAUSE_S = 30, 2.0
-"""Of files on a network file system, which may not answer for a moment."""
 POLL_S = 0.5
 REACH_S = 1.0
 FRUITLESS = 10
@@ -326,17 +325,7 @@ def finalize_patiently(finalize: Callable[[], Next]) -> Next:
     Raises:
         RunFolderError: one is damaged, or cannot be read for longer.
     """
-    tries = 0
-    while True:
-        try:
-            return await_disk_space(finalize, print_note)
-        except RunFolderError as error:
-            tries, cause = tries + 1, error.__cause__
-            may_pass = isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
-            if not may_pass or tries == MOST_READS:
-                raise
-            print_note(f"{error}; trying again")
-            time.sleep(READ_PAUSE_S)
+    return await_readable(partial(await_disk_space, finalize, print_note), print_note)
 
 
 def finalize_without_script(run: RunDir, attempt: int, why: str) -> None:
