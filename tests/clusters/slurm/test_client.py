@@ -244,6 +244,27 @@ def test_another_user_completes_no_submission(tmp_path, say, monkeypatch):
     assert run.submitting.exists()
 
 
+@pytest.mark.parametrize("began", [False, True])
+def test_a_submission_that_no_job_is_known_of_is_not_denied_where_its_job_began(
+    tmp_path, say, began
+):
+    """The command was killed; squeue forgets a job minutes after its end, and sacct may be off."""
+    run = make_run(tmp_path / "run")
+    write_json(run.submission, {"cluster": "slurm", "attended": False})
+    batch = str(run.submitit / "000.sh")
+    note = {"script": batch, "attempt": 0, "before": "", "time": 0.0, "elements": [""]}
+    write_json(run.submitting, {**note, "kind": "slurm", "slurm_conf": None})
+    if began:
+        run.begin_attempt()
+    say("squeue", "")
+    say("sacct", "")
+    [status], [sentence] = statuses([run])
+    assert ("was ended before sbatch did" in sentence) is not began
+    assert (status.reason == "it was never submitted") is not began
+    assert status.state == "lost"
+    assert not run.submitting.exists()
+
+
 def test_a_full_disk_says_why_no_job_is_stopped_and_lets_it_be_ended(submitted, say, monkeypatch):
     def refuse(path, value):
         assert path == submitted.cancel
