@@ -39,12 +39,10 @@ from orchestrator.clusters.slurm.client import (
     retry_unanswered,
 )
 from orchestrator.clusters.slurm.diagnosis import (
-    AGENTS_KILLED,
     CAUSES,
     KILLED,
     SRUN_ENDED,
     SRUN_FAILED,
-    SRUN_KILLED,
     culprit_of,
     describe_agents_end,
     describe_srun_end,
@@ -131,8 +129,7 @@ def finalize_in_job(
     if job is None or job.restarts != restarts or job.state not in OURS | {"CANCELLED"}:
         return Next.NOTHING
     orderly = departure is not None
-    if departure is None and (why := _cut_short(run, attempt, code, stop_signal, job.nodes)):
-        departure = departure_note(why)
+    departure = departure or _cut_short(run, attempt, code, stop_signal, job.nodes)
     outcome = read_outcome(run, attempt)
     cut_off = outcome is not None and outcome.state is not State.FINISHED
     if script_gone and cut_off and (departure is not None or not run.failures(attempt)):
@@ -285,8 +282,9 @@ def _daemons_listen(client: SlurmClient, nodes: str) -> bool:
 
 def _cut_short(
     run: RunDir, attempt: int, code: int, stop_signal: str, nodes: str = ""
-) -> str | None:
-    """Return why an attempt stopped without a failure or an orderly end; else None.
+) -> dict[str, Any] | None:
+    """Return the departure note of an attempt that stopped without a failure or an orderly end;
+    else None.
 
     Args:
         nodes: of the job, in SLURM's notation.
@@ -295,28 +293,31 @@ def _cut_short(
     outcome = read_outcome(run, attempt)
     if outcome is not None:
         missed, culprit = node_failure(run, attempt, names), outcome.culprit
-        if outcome.lost and missed and culprit is not None and culprit.rank is None:
+        why = outcome.lost
+        if why and missed and culprit is not None and culprit.rank is None:
             # Where srun misses a node's part of the step, it ends the others, whom agents miss.
             others = (
                 describe_srun_end(run, attempt) == SRUN_ENDED
                 and f"node {culprit.node} " not in missed
             )
-            return missed if others else outcome.lost
-        return outcome.lost
+            why = missed if others else why
+        return departure_note(why, lost=True) if why else None
     if not all(failure["secondary"] for failure in run.failures(attempt)):
         return None
     if failed := node_failure(run, attempt, names):
-        return failed
+        return departure_note(failed, lost=True)
     if code not in {*STOP_CODES, KILLED}:
         job_id = str((run.read_handle() or {}).get("job_id", "0"))
         began = any(run.attempt(attempt).glob("node-*.json"))
         # The allocation may have lost nodes since its first srun.
-        return SRUN_FAILED if code and not began and _srun_restarts(run, job_id) else None
+        in_vain = code and not began and _srun_restarts(run, job_id)
+        return departure_note(SRUN_FAILED, lost=True) if in_vain else None
     if stop_signal:
-        return f"its batch script was sent SIG{stop_signal}"
+        return departure_note(f"its batch script was sent SIG{stop_signal}")
     if code in STOP_CODES:
-        return "stopped before it began"
-    return describe_srun_end(run, attempt) or describe_agents_end(run, attempt)
+        return departure_note("stopped before it began")
+    why = describe_srun_end(run, attempt) or describe_agents_end(run, attempt)
+    return departure_note(why, lost=True) if why else None
 
 
 def finalize_patiently(finalize: Callable[[], Next]) -> Next:
@@ -379,7 +380,8 @@ def restart_or_end(
         write_result(run, State.STOPPED)
         return False
     may_restart = job.requeue or in_place
-    lost = departure is not None and _is_loss(run, attempt, departure.get("why"))
+    # Ranks that left in order may have done so for a loss, by the outcome.
+    lost = departure is not None and bool(departure.get("lost") or (outcome and outcome.lost))
     if departure is not None and well and not lost and not may_restart:
         write_result(run, State.STOPPED, why=f"{departure['why']}; {NOT_REQUEUED}")
         return False
@@ -387,7 +389,8 @@ def restart_or_end(
     if departure is None and (state is State.STOPPED or (program and state is State.FINISHED)):
         write_result(run, state)  # no worker of a program could know that all had ended
         return False
-    stuck = _describe_no_progress(run, attempt, (departure or {}).get("why"), program=program)
+    why = (departure or {}).get("why")
+    stuck = _describe_no_progress(run, attempt, why, lost=lost, program=program)
     if stuck is not None:
         write_result(run, State.FAILED, Culprit(rank=None, node="batch", cause=stuck))
         return False
@@ -427,22 +430,22 @@ def _reason_to_stop(run: RunDir, job: Job, restarts: int) -> str | None:
 
 
 def _describe_no_progress(
-    run: RunDir, attempt: int, why: str | None, *, program: bool
+    run: RunDir, attempt: int, why: str | None, *, lost: bool, program: bool
 ) -> str | None:
     """Return a sentence if repeated starts made no progress: restarts would never end.
 
     Args:
         why: how this attempt was cut short; None if it failed.
+        lost: by a loss, and by no stop.
     """
-    ended_by_others = _is_loss(run, attempt, why)
     # A program's progress is not known here, and preemption may end it time and again.
-    if why is None or (program and not ended_by_others):
+    if why is None or (program and not lost):
         return None
     if _count_fruitless(run, attempt) < FRUITLESS:
         return None
     began = f"{FRUITLESS} starts in a row were stopped before "
     began += f"they had run for {PROGRAM_LEAST_S:.0f} s" if program else "one update was done"
-    if ended_by_others:
+    if lost:
         return (
             f"{began}, the last because {why}; {run.srun_log(attempt)} may have more, and the "
             "site's administrators may know by whom"
@@ -451,20 +454,6 @@ def _describe_no_progress(
         f"{began}; give the job more time (cluster.time_min), less notice "
         f"(cluster.signal_ahead_s), or shorter updates (accumulation.steps)"
     )
-
-
-def _is_loss(run: RunDir, attempt: int, why: str | None) -> bool:
-    """Return whether an attempt was cut short by no stop, but by a loss: of srun, of a node, or of
-    a rank that stood still for no fault of the job.
-    """
-    if why is None:
-        return False
-    outcome = read_outcome(run, attempt)
-    if outcome is not None and outcome.lost is not None:
-        return True
-    if why.startswith("node ") and why.endswith(" failed"):
-        return node_failure(run, attempt) is not None
-    return why in (SRUN_KILLED, SRUN_ENDED, SRUN_FAILED, AGENTS_KILLED)
 
 
 def _count_fruitless(run: RunDir, attempt: int) -> int:
@@ -541,11 +530,11 @@ def _finalize_locked(run: RunDir, seen: Job) -> str | None:
         return None
     departure = read_json(run.departure(attempt))
     if departure is None:
-        why = _cut_short(run, attempt, 0, "", job.nodes)
-        if not why and job.exit_signal and job.state == "FAILED" and not run.failures(attempt):
+        departure = _cut_short(run, attempt, 0, "", job.nodes)
+        killed = job.exit_signal and job.state == "FAILED" and not run.failures(attempt)
+        if departure is None and killed:
             # SLURM ends the ranks of a script that a signal has killed; they may have had no time.
-            why = "its batch script was killed"
-        departure = departure_note(why) if why else None
+            departure = departure_note("its batch script was killed")
     again = restart_or_end(
         run,
         attempt,
