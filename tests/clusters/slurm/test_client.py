@@ -10,7 +10,7 @@ from orchestrator.clusters.api import State
 from orchestrator.clusters.slurm import handle as followed
 from orchestrator.clusters.slurm.client import Job
 from orchestrator.clusters.slurm.finalize import finalize_ended_job
-from orchestrator.clusters.slurm.handle import cancel_all
+from orchestrator.clusters.slurm.handle import SlurmHandle, cancel_all
 from orchestrator.clusters.slurm.submission import adopt, queue
 from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.rundir.files import write_json
@@ -90,7 +90,7 @@ def test_a_suspended_job_is_sent_no_signal_by_cancel(submitted, say, plan, marke
     say("scontrol", "")
     batch = submitted.submitit / "000.sh"
     calls = say("squeue", queue_line(State="SUSPENDED", Command=str(batch)))
-    sentence = cancel_all([submitted], now=False)[submitted.path]
+    sentence = cancel_all([submitted], now=False)[submitted.path].clause
     assert "`scontrol resume 7`" in sentence
     assert (submitted.cancel.exists(), "nothing was sent" in sentence) == (marked, not marked)
     assert not any(call.startswith("scancel") for call in calls())
@@ -98,11 +98,20 @@ def test_a_suspended_job_is_sent_no_signal_by_cancel(submitted, say, plan, marke
     assert "scancel 7" in calls()
 
 
+@pytest.mark.parametrize("now", [False, True])
+def test_another_runs_job_is_not_cancelled(submitted, say, now):
+    calls = say("squeue", queue_line(Command="/another/script.sh"))
+    with pytest.raises(ClusterError, match=r"job 7, .* is not this run's: it runs /another/scri"):
+        SlurmHandle(submitted).cancel(submitted, now=now)
+    assert not submitted.cancel.exists()
+    assert not any(call.startswith("scancel") for call in calls())
+
+
 def test_cancel_says_of_an_ended_run_that_its_job_is_about_to_end(submitted, say):
     write_json(submitted.result, {"state": "finished"})
     say("scancel", "")
     calls = say("squeue", queue_line(Command=str(submitted.submitit / "000.sh")))
-    sentence = cancel_all([submitted], now=False)[submitted.path]
+    sentence = cancel_all([submitted], now=False)[submitted.path].clause
     assert "the run has ended (finished); nothing was sent" in sentence
     assert not submitted.cancel.exists()
     cancel_all([submitted], now=True)
