@@ -14,13 +14,13 @@ import signal
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import nsmallest
 from typing import Any, Literal
 
 from orchestrator.agent.judge import Standing
 from orchestrator.agent.links import Peer, Port, closed_ports, probe_ports
-from orchestrator.agent.liveness import BEAT_S, EVICTED, FINISHED, STOPPED, RankPosition
+from orchestrator.agent.liveness import BEAT_S, EVICTED, FINISHED, STOPPED
 from orchestrator.agent.node_spec import NodeSpec, agent_file
 from orchestrator.agent.root_cause import (
     EXTERNAL_KILL_SIGNALS,
@@ -29,14 +29,14 @@ from orchestrator.agent.root_cause import (
     Straggler,
     add_position,
     add_waits,
-    describe_idle_programs,
-    describe_waits,
     find_root_cause,
-    late_rank,
     stopped_cause,
     tail,
 )
+from orchestrator.agent.saver import GRACE_S, SaverElection
 from orchestrator.agent.stacks import STACK_S
+from orchestrator.agent.standstills import Standstills, restart_waits
+from orchestrator.agent.worker_state import WorkerState
 from orchestrator.errors import RunFolderError
 from orchestrator.rundir.files import is_folder, read_json, write_json
 from orchestrator.rundir.folder import MISSING_FOLDER_CHECKS, RunDir
@@ -56,16 +56,8 @@ log = logging.getLogger(__name__)
 
 Stalled = Literal["stopped", "asleep"]
 """A process stands still for no fault of its code: by a signal, or asleep in the kernel."""
-STALL_S = 300.0
-"""After which `notify` sends a message about a run that makes no progress."""
 KILL_S = 5.0
 """Time from SIGKILL to a process's end; one that sleeps in the kernel ends only when it wakes."""
-GRACE_S = 1.0
-"""Time for the remaining workers to write failure records."""
-SAVE_S = 30.0
-"""Time for the others to leave their windows, so that one of them saves the last boundary."""
-ELECT_S = 5.0
-"""Time from the first of them that has left its window to the choice of the one that saves."""
 LOSS_WAIT_S = 0.05
 """Time to wait for further losses: workers that die together should cost one generation."""
 COME_S = 2.0
@@ -85,62 +77,6 @@ REST_S = 0.5
 """From a worker's end to its next process: the others agree on the loss meanwhile."""
 MOST_FRUITLESS = 2
 """Consecutive processes of a rank that may end without an update together with the others."""
-
-
-@dataclass(slots=True)
-class WorkerState:
-    """State of one rank's newest process, as the coordinator knows it.
-
-    Attributes:
-        state: "expected" until its agent has connected.
-        final_state: from its final message, "" without one; None while it runs, or if the others
-            survived its loss.
-        wants_to_join: a new worker that asks the others to let it in.
-        code: digests of its job's modules, once it is ready to train; training: its loop has begun.
-        awaits_newcomers: it is at a boundary of this generation, after so many updates, and waits
-            for new workers.
-        standing: what it does while it makes no progress, since `stands_since`, by the
-            coordinator's clock; `program`: a user's program, whose waits look like idleness.
-        can_save: whether it holds the state of its last boundary, and will leave its window to save
-            it; None until it has answered that another worker failed.
-        left_after: it has left its window, after so many updates; `failed`: by an error of its own.
-        started: its agent reported its start; `exited`: its end, which was handled.
-        given_up: the cause, if it is killed because it hangs.
-        killed_at: when its agent was first told to kill it.
-        sleeps: it counts as ended, though SIGKILL has not ended it yet.
-        report: its position, as it was sent last. Few are looked at, so it is read when it is.
-        log_bytes: size of its log when its stack was requested.
-    """
-
-    rank: int
-    incarnation: int = 0
-    state: Literal["expected", "alive", "ended"] = "expected"
-    wants_to_join: bool = False
-    code: dict[str, str] | None = None
-    training: bool = False
-    awaits_newcomers: tuple[int, int] | None = None
-    can_save: bool | None = None
-    left_after: int | None = None
-    failed: bool = False
-    final_state: str | None = None
-    standing: Standing = Standing.MOVES
-    stands_since: float = 0.0
-    program: bool = False
-    started: bool = False
-    exited: bool = False
-    given_up: str = ""
-    killed_at: float | None = None
-    sleeps: bool = False
-    report: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    log_bytes: int | None = None
-
-    @property
-    def is_gone(self) -> bool:
-        return self.state == "ended" and not self.sleeps
-
-    @property
-    def seen(self) -> RankPosition:
-        return RankPosition.from_json(self.report)
 
 
 @dataclass(slots=True)
@@ -214,15 +150,12 @@ class Coordinator:
         self._stalled: Stalled | None = None  # why the culprit's code is not at fault
         self._kill_at: dict[int, float] = {}  # by rank; it is asked for its stack before
         self._give_up_at: float | None = None
-        self._elect_at: float | None = None  # at the latest
-        self._answers_by = 0.0
         self._memberless_since: float | None = None  # no member is known to live
-        self._saver: int | None = None  # rank that saves the last boundary of a failed attempt
+        self._election = SaverElection(spec.hang_s)
         self._killed = False
         self._killed_at = 0.0
         self._excluded: set[int] = set()  # ranks that computed wrongly
-        self._stands: set[int] = set()  # ranks that make no progress
-        self._standstill_reported = self._standstill_known = self._stall_written = False
+        self._standstills = Standstills(spec)
         self.outcome: dict[str, Any] | None = None
         self._commands: list[tuple[int | None, dict[str, Any]]] = []
         for index in lost:
@@ -274,7 +207,8 @@ class Coordinator:
         if self._generation >= 0:
             self._command(index, "tell", rank=None, message=self._message)
         self._command(index, "tell", rank=None, message={"standstill_s": None})
-        self._standstill_known = self._announced_newcomers = False
+        self._standstills.announce_again()
+        self._announced_newcomers = False
         for worker in map(self.workers.__getitem__, here):
             if worker.state == "alive" and worker.killed_at is not None:
                 worker.killed_at = None
@@ -349,7 +283,7 @@ class Coordinator:
             if before.incarnation == worker.incarnation:
                 worker.given_up, worker.killed_at = before.given_up, before.killed_at
             self.workers[worker.rank] = worker
-            self._stands.discard(worker.rank)
+            self._standstills.forget(worker.rank)
             self._restart_at.pop(worker.rank, None)  # it lives: its agent was only late
             if self._over and not self._is_member(worker):
                 self._kill(worker.rank)  # it came too late to join
@@ -357,9 +291,9 @@ class Coordinator:
             # The exit of an earlier process may come late: its successor lives.
             if worker.state != "ended" and worker.incarnation == event["incarnation"]:
                 worker.state, worker.wants_to_join, worker.exited = "ended", False, True
-                self._stands.discard(worker.rank)
+                self._standstills.forget(worker.rank)
                 # It has saved, or will not any more: the others need not wait until `SAVE_S`.
-                if self._saver == worker.rank and self._give_up_at is not None:
+                if self._election.saver == worker.rank and self._give_up_at is not None:
                     self._give_up_at = min(self._give_up_at, self._clock() + GRACE_S)
                 self._on_exit(index, event)
             elif worker.sleeps and worker.incarnation == event["incarnation"]:
@@ -368,7 +302,7 @@ class Coordinator:
         elif kind == "stopped":
             self._check_stopped(worker, event["seconds"])
         elif kind == "standing":
-            self._note_standing(worker, event)
+            self._standstills.note(worker, event, self._clock())
         elif kind == "hangs":
             if event["silent"]:  # its latest report may be from before
                 self._ask_for_position(worker)
@@ -454,7 +388,7 @@ class Coordinator:
         if lost - self._lost_members:
             self._lost_members |= lost
             self._noticed = self._clock()
-            self._restart_waits()
+            restart_waits(self.workers.values(), self._clock())
         for rank in ranks:
             self.workers[rank].final_state = None
             self._schedule_restart(rank)
@@ -481,41 +415,18 @@ class Coordinator:
             self._give_up_at = self._clock() + GRACE_S
 
     def _elect_saver(self, now: float) -> None:
-        """Choose who saves the last boundary of a failed attempt: of the live members the one with
-        the most updates, the first of these. One that has failed itself comes last: what its state
-        is on a device after an error is not certain, and all may have failed alike.
-
-        They differ by one update at most, but only those that have left their windows know theirs.
-        """
-        if self._give_up_at is None or self._killed or self._saver is not None:
+        """Choose who saves the last boundary of a failed attempt, if that is due (`saver.py`)."""
+        if self._give_up_at is None or self._killed or self._election.saver is not None:
             return
         # Ranks whose weights differ must not save them: which are right is not known.
         if any(failure.get("replicas_differ") for failure in self._failures):
             return
         members = [self.workers[rank_of(member, self._ranks)] for member in self._members]
-        able = [worker for worker in members if worker.can_save and self._is_member(worker)]
-        if not able:
-            return
-        if self._elect_at is None:
-            self._elect_at = self._give_up_at = now + SAVE_S
-            self._answers_by = now + GRACE_S
-        # One that has not answered yet may have the most updates.
-        silent = any(worker.can_save is None and self._is_member(worker) for worker in members)
-        if silent and now < self._answers_by:
-            return
-        ready = [worker for worker in able if worker.left_after is not None]
-        if not ready:
-            return
-        # While only failed ones are ready, the others get all of `SAVE_S`.
-        if not all(worker.failed for worker in ready):
-            self._elect_at = min(self._elect_at, now + ELECT_S)
-        if len(ready) == len(able) or now >= self._elect_at:
-            self._saver = max(
-                ready, key=lambda worker: (not worker.failed, worker.left_after or 0)
-            ).rank
-            self._to_worker(None, saver=self._saver)
-            # A large state takes as long as a slow disk needs.
-            self._give_up_at = now + max(SAVE_S, self._spec.hang_s)
+        until = self._election.elect(now, [w for w in members if self._is_member(w)])
+        if self._election.saver is not None:
+            self._to_worker(None, saver=self._election.saver)
+        if until is not None:
+            self._give_up_at = until
 
     def _give_up(
         self,
@@ -560,155 +471,42 @@ class Coordinator:
             self._kill_at[rank] = self._clock() + STACK_S
 
     # ------------------------------------------------------------------ standstills
-    # What the ranks do together: `judge.py` judges each alone. A rank that computes, saves,
-    # evaluates or prepares data is waited for.
-
-    def _note_standing(self, worker: WorkerState, event: Mapping[str, Any]) -> None:
-        """Note what an agent reports of a worker that makes no progress, or makes it again."""
-        standing = Standing(event["standing"])
-        worker.program = event["program"]
-        # A node that was suspended may report more seconds than it was awake.
-        seconds = min(event["seconds"], self._spec.limits.notice_s)
-        if standing is not worker.standing:
-            worker.standing, worker.stands_since = standing, self._clock() - seconds
-        if standing is Standing.MOVES:
-            self._stands.discard(worker.rank)
-            if not self._stands:
-                self._stall_written = self._standstill_reported = False
-        else:
-            self._stands.add(worker.rank)
-
-    def _restart_waits(self) -> None:
-        """Measure all waits from now: a member is lost, or a generation begins, and what its
-        members waited for before will not come.
-        """
-        for worker in self.workers.values():
-            if worker.standing is Standing.WAITS:
-                worker.stands_since = self._clock()
 
     def _check_standstill(self, now: float) -> None:
-        """Warn of a run in which no rank makes progress; end one in which none ever can."""
-        # No member waits for a replacement, nor is its wait to be let in one for a collective.
+        """Act on ranks that make no progress (`standstills.py`)."""
         alive = [
             worker
             for worker in self.workers.values()
             if worker.state == "alive" and self._is_member(worker)
         ]
-        standing = [worker for worker in alive if worker.rank in self._stands]
-        waiting = [worker for worker in standing if worker.standing is Standing.WAITS]
-        idle = [
-            worker for worker in standing if worker.program and worker.standing is Standing.IDLE
-        ]
-        all_wait = bool(waiting) and len(waiting) == len(alive)
-        all_idle = bool(idle) and len(idle) == len(alive)
-        self._inform_of_standstill(now, alive if all_wait else [])
-        self._notify_of_stall(now, standing, everyone=all_wait or all_idle)
-        if not (all_wait or all_idle):
-            self._standstill_reported = False
-            self._end_vain_waits(now, waiting, alive)
-            return
-        key, limit_s = "hang", self._spec.hang_s
-        if all_wait and self._spec.collective_s is not None and self._spec.collective_s < limit_s:
-            key, limit_s = "collective", self._spec.collective_s
-        seconds = now - max(worker.stands_since for worker in alive)
-        if seconds < self._spec.limits.notice_s:  # their waits count anew (`_restart_waits`)
-            return
-        describe = describe_waits if all_wait else describe_idle_programs
-        seen = {worker.rank: worker.seen for worker in alive}
-        if not self._standstill_reported:
-            self._standstill_reported = True
+        finding = self._standstills.check(now, alive, over=self._over)
+        if finding.informs:
+            self._to_worker(None, standstill_s=finding.standstill_s)
+        if finding.warning is not None:
             self._command(None, "stacks")
-            ends = f"; the run is ended after {limit_s:g} s of this (cluster.{key}_timeout_s)"
-            if all_idle and len(alive) == 1:
-                ends = ""  # no other rank waits for it: a program may wait for the outside world
-            self._warn(0, describe(seen, seconds) + ends)
-        if seconds < limit_s or (all_idle and len(alive) == 1):
+            self._warn(0, finding.warning)
+        blamed = finding.blamed
+        if blamed is None or (finding.ends_run and (self._culprit is not None or self._ends)):
             return
-        blamed = self.workers[late_rank(seen)] if all_idle else alive[0]
-        self._end_standstill(
-            blamed, f"it hangs: {describe(seen, seconds)} (cluster.{key}_timeout_s)"
-        )
-
-    def _end_standstill(self, blamed: WorkerState, cause: str) -> None:
-        """End an attempt in which no rank makes progress any more."""
-        if self._culprit is None and not self._ends:
-            self._culprit = Culprit(
-                rank=blamed.rank,
-                node=self._spec.name_of(self._spec.node_of(blamed.rank)),
-                cause=cause,
-                log_tail=tuple(blamed.seen.stack_lines() or tail(self._run.rank_log(blamed.rank))),
-                hangs=True,
-                complete=True,
-            )
-            self._end_others()
-
-    def _end_vain_waits(
-        self, now: float, waiting: list[WorkerState], alive: list[WorkerState]
-    ) -> None:
-        """Give up a rank that computes while others wait for it, if a key asks for it."""
-        limit_s = self._spec.collective_s
-        if limit_s is None or not waiting or self._over:
-            return
-        others = [worker for worker in alive if worker.standing is not Standing.WAITS]
-        if not all(worker.standing in (Standing.BUSY, Standing.IDLE) for worker in others):
-            # The limit pauses: one of the others makes progress, or saves, or prepares data.
-            for worker in waiting:
-                worker.stands_since = max(worker.stands_since, now - self._spec.limits.notice_s)
-            return
-        first = min(waiting, key=lambda worker: worker.stands_since)
-        if now - first.stands_since < limit_s:
-            return
-        blamed = min(others, key=lambda worker: worker.stands_since)
-        cause = (
-            f"the others waited in vain (cluster.collective_timeout_s={limit_s:g}): it was still "
-            f"{blamed.seen.at}"
-        )
         lines = blamed.seen.stack_lines() or tail(self._run.rank_log(blamed.rank))
-        self._give_up(blamed, cause, lines)
+        if not finding.ends_run:
+            self._give_up(blamed, finding.cause, lines)
+            return
+        self._culprit = Culprit(
+            rank=blamed.rank,
+            node=self._spec.name_of(self._spec.node_of(blamed.rank)),
+            cause=finding.cause,
+            log_tail=tuple(lines),
+            hangs=True,
+            complete=True,
+        )
+        self._end_others()
 
     def _ask_for_position(self, worker: WorkerState) -> None:
         """Have a culprit's cause completed by the stack that it writes before it is killed."""
         worker.log_bytes = 0
         with contextlib.suppress(OSError):  # it may have no log
             worker.log_bytes = self._run.rank_log(worker.rank).stat().st_size
-
-    def _inform_of_standstill(self, now: float, waiting: list[WorkerState]) -> None:
-        """Send all workers for how long all of them have waited, if that begins or ends: the limits
-        of their waits count only then (`engine/common/waiting.py`).
-        """
-        if bool(waiting) == self._standstill_known:
-            return
-        self._standstill_known = bool(waiting)
-        seconds = now - max(worker.stands_since for worker in waiting) if waiting else None
-        self._to_worker(None, standstill_s=seconds)
-
-    def _notify_of_stall(self, now: float, standing: list[WorkerState], *, everyone: bool) -> None:
-        """Write down, once, that a rank has made no progress for long, for `notify`."""
-        stands = [
-            worker
-            for worker in standing
-            if worker.standing is not Standing.WAITS and not worker.program
-        ]
-        own = (Standing.BUSY, Standing.DECLARED)
-        stands += [worker for worker in standing if worker.program and worker.standing in own]
-        if everyone:
-            stands = standing
-        if not stands:
-            self._stall_written = False
-            return
-        after_s = min(STALL_S, self._spec.hang_s / 2)  # before the limit ends the run
-        first = min(stands, key=lambda worker: worker.stands_since)
-        if self._stall_written or now - first.stands_since < after_s:
-            return
-        seconds = now - first.stands_since
-        text = f"rank {first.rank} has made no progress for {seconds:.0f} s: it is {first.seen.at}"
-        if everyone:
-            describe = describe_idle_programs if first.program else describe_waits
-            text = describe({worker.rank: worker.seen for worker in stands}, seconds)
-        # On a full disk at a later look: that must keep no standstill from its end.
-        with contextlib.suppress(OSError):
-            write_json(self._run.stall(self._spec.attempt), {"time": time.time(), "text": text})
-            self._stall_written = True
 
     def _described(self, culprit: Culprit) -> Culprit:
         """Add where a hanging culprit is, and what the others wait for."""
@@ -837,7 +635,7 @@ class Coordinator:
                 self._culprit = Culprit(rank=None, node=self._spec.name, cause=cause, usage=True)
                 self._give_up_at = now
                 self._end_in_order()
-        if folder_due and (self._stands or self._standstill_known) and not self._killed:
+        if folder_due and self._standstills.may_be_due and not self._killed:
             self._check_standstill(now)
         self._check_agents(now)
         if any(self._is_member(worker) for worker in self.workers.values()):
@@ -892,7 +690,7 @@ class Coordinator:
             if killed_at is None or now - killed_at < KILL_S:
                 continue
             worker.state, worker.wants_to_join, worker.sleeps = "ended", False, True
-            self._stands.discard(worker.rank)
+            self._standstills.forget(worker.rank)
             sleeps = f"SIGKILL has not ended it in {KILL_S:g} s: it sleeps in the kernel"
             self._warn(worker.rank, sleeps)
             end = AbnormalEnd(
@@ -1073,7 +871,7 @@ class Coordinator:
         self._lost_members &= self._member_set
         self._noticed = self._clock() if self._lost_members else 0.0
         self._announced_newcomers, self._looked_for_room, self._delay_told = False, 0.0, 0.0
-        self._restart_waits()
+        restart_waits(self.workers.values(), self._clock())
         for worker in self.workers.values():
             worker.wants_to_join = (
                 worker.wants_to_join and self._member(worker.rank) not in self._member_set

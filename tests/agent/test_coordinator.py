@@ -849,7 +849,7 @@ def test_a_standstill_is_written_down_for_notify_though_the_disk_was_full(tmp_pa
             raise refusals.pop()
         write_json(*written)
 
-    monkeypatch.setattr("orchestrator.agent.coordinator.write_json", full_once)
+    monkeypatch.setattr("orchestrator.agent.standstills.write_json", full_once)
     stand(attempt, 1, "declared")
     attempt.tick(400.0)
     assert not attempt.run.stall(0).exists()
@@ -862,7 +862,7 @@ def test_a_standstill_ends_a_run_though_the_disk_is_full(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     attempt = Attempt(tmp_path, survive=False)
-    monkeypatch.setattr("orchestrator.agent.coordinator.write_json", refuse)
+    monkeypatch.setattr("orchestrator.agent.standstills.write_json", refuse)
     for rank in range(3):
         stand(attempt, rank, "waits")
     pass_s(attempt, HANG_S + 5)
