@@ -38,6 +38,7 @@ from orchestrator.clusters.slurm.client import (
     queued,
     retry_unanswered,
 )
+from orchestrator.clusters.slurm.decision import FRUITLESS, AttemptEnd, Decision, decide
 from orchestrator.clusters.slurm.diagnosis import (
     CAUSES,
     KILLED,
@@ -86,7 +87,6 @@ REQUEUE_PATIENCE_S = 600.0
 """For a requeue that gets no answer, and for answers that cannot be read."""
 POLL_S = 0.5
 REACH_S = 1.0
-FRUITLESS = 10
 IN_PLACE = 3
 """Fruitless starts in one allocation, before the next is tried on other nodes."""
 PROGRAM_LEAST_S = 60.0
@@ -372,43 +372,64 @@ def restart_or_end(
         write_result(run, State.STOPPED, Culprit(rank=None, node="scheduler", cause=cause))
         return False
     outcome = read_outcome(run, attempt)
-    state = None if outcome is None else outcome.state
-    well = state in (State.FINISHED, State.STOPPED)
-    # The script of a cancelled run that is requeued starts nothing.
-    well = well or (outcome is None and not any(run.attempt(attempt).glob("node-*.json")))
-    if run.cancel.exists() and (departure is not None or well):
-        write_result(run, State.STOPPED)
-        return False
-    may_restart = job.requeue or in_place
-    # Ranks that left in order may have done so for a loss, by the outcome.
-    lost = departure is not None and bool(departure.get("lost") or (outcome and outcome.lost))
-    if departure is not None and well and not lost and not may_restart:
-        write_result(run, State.STOPPED, why=f"{departure['why']}; {NOT_REQUEUED}")
-        return False
     program = is_program(run.read_config()["job"])
-    if departure is None and (state is State.STOPPED or (program and state is State.FINISHED)):
-        write_result(run, state)  # no worker of a program could know that all had ended
-        return False
-    why = (departure or {}).get("why")
-    stuck = _describe_no_progress(run, attempt, why, lost=lost, program=program)
-    if stuck is not None:
-        write_result(run, State.FAILED, Culprit(rank=None, node="batch", cause=stuck))
-        return False
-    if may_restart and departure is not None:
+    end = AttemptEnd(
+        state=None if outcome is None else outcome.state,
+        began=any(run.attempt(attempt).glob("node-*.json")),
+        departed=departure is not None,
+        # Ranks that left in order may have done so for a loss, by the outcome.
+        lost=departure is not None and bool(departure.get("lost") or (outcome and outcome.lost)),
+        cancelled=run.cancel.exists(),
+        may_restart=job.requeue or in_place,
+        program=program,
+    )
+    decision = decide(end, partial(_count_fruitless, run, attempt))
+    why = "" if departure is None else str(departure["why"])
+    if decision is Decision.STOP:
+        write_result(run, State.STOPPED)
+    elif decision is Decision.STOP_IN_QUEUE:
+        write_result(run, State.STOPPED, why=f"{why}; {NOT_REQUEUED}")
+    elif decision is Decision.END and end.state is not None:
+        write_result(run, end.state)
+    elif decision is Decision.GIVE_UP:
+        cause = _describe_no_progress(run, attempt, why, lost=end.lost, program=program)
+        write_result(run, State.FAILED, Culprit(rank=None, node="batch", cause=cause))
+    elif decision is Decision.RESTART and departure is not None:
         _write_departure(run, attempt, departure, job, job.restarts)
         restart()
         return True
-    failure_culprit = culprit()
+    else:
+        return _judge_failure(
+            run,
+            attempt,
+            culprit(),
+            restart,
+            may_restart=end.may_restart,
+            departed=end.departed,
+        )
+    return False
+
+
+def _judge_failure(
+    run: RunDir,
+    attempt: int,
+    culprit: Culprit,
+    restart: Callable[[], None],
+    *,
+    may_restart: bool,
+    departed: bool,
+) -> bool:
+    """Restart a failed run if `run.max_restarts` allows that, else write its end; return which."""
     allowed = int(run.read_config()["run"].get("max_restarts", 0))
     first = int((run.read_handle() or {}).get("attempt", 0))
     decision = decide_restart(
-        run, attempt, failure_culprit, first=first, most=allowed if may_restart else 0
+        run, attempt, culprit, first=first, most=allowed if may_restart else 0
     )
     if decision.restarts:
         restart()
     else:
-        remark = NOT_REQUEUED if departure is not None else decision.message
-        write_result(run, State.FAILED, failure_culprit, remark=remark)
+        remark = NOT_REQUEUED if departed else decision.message
+        write_result(run, State.FAILED, culprit, remark=remark)
     return decision.restarts
 
 
@@ -429,20 +450,13 @@ def _reason_to_stop(run: RunDir, job: Job, restarts: int) -> str | None:
     return stop_reason(job, time.time(), ahead_s, restarts)
 
 
-def _describe_no_progress(
-    run: RunDir, attempt: int, why: str | None, *, lost: bool, program: bool
-) -> str | None:
-    """Return a sentence if repeated starts made no progress: restarts would never end.
+def _describe_no_progress(run: RunDir, attempt: int, why: str, *, lost: bool, program: bool) -> str:
+    """Describe that repeated starts made no progress: restarts would never end.
 
     Args:
-        why: how this attempt was cut short; None if it failed.
+        why: how this attempt was cut short.
         lost: by a loss, and by no stop.
     """
-    # A program's progress is not known here, and preemption may end it time and again.
-    if why is None or (program and not lost):
-        return None
-    if _count_fruitless(run, attempt) < FRUITLESS:
-        return None
     began = f"{FRUITLESS} starts in a row were stopped before "
     began += f"they had run for {PROGRAM_LEAST_S:.0f} s" if program else "one update was done"
     if lost:
