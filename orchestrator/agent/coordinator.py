@@ -201,18 +201,18 @@ class Coordinator:
                 # What it was ended for would count twice; its exit may still be news.
                 if not handled or event["event"] == "exit":
                     self.handle_event(index, event)
+        # What was sent while the link was broken is lost, so repeat what still holds.
+        for worker in map(self.workers.__getitem__, here):
+            if worker.state == "alive" and worker.killed_at is not None:
+                worker.killed_at = None
+                self._kill(worker.rank)
         self._keep_members(here)
-        # What was sent while the link was broken is lost, so repeat what still holds. An earlier
-        # coordinator may have announced a standstill that has ended since.
+        # An earlier coordinator may have announced a standstill that has ended since.
         if self._generation >= 0:
             self._command(index, "tell", rank=None, message=self._message)
         self._command(index, "tell", rank=None, message={"standstill_s": None})
         self._standstills.announce_again()
         self._announced_newcomers = False
-        for worker in map(self.workers.__getitem__, here):
-            if worker.state == "alive" and worker.killed_at is not None:
-                worker.killed_at = None
-                self._kill(worker.rank)
         if self._over:
             self._command(index, "tell", rank=None, message={"left": True})
         if self._killed:
@@ -223,8 +223,15 @@ class Coordinator:
         """Keep members that were lost with their agent, if they live and the others have not
         continued without them.
         """
-        alive = {self._member(rank) for rank in ranks if self.workers[rank].state == "alive"}
-        if back := self._lost_members & alive:
+        alive = {rank for rank in ranks if self.workers[rank].state == "alive"}
+        back = {self._member(rank) for rank in alive} & self._lost_members
+        if not self._over:  # those whose unit is incomplete stay lost
+            parts = {rank for rank in alive if not alive.issuperset(self._failure_unit(rank))}
+            for rank in [rank for rank in parts if self._member(rank) in back]:
+                back.discard(self._member(rank))
+                if self.workers[rank].killed_at is None:
+                    self._kill(rank)
+        if back:
             self._lost_members -= back
             losses = [
                 (end, [member for member in lost if member not in back])

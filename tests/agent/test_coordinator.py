@@ -483,6 +483,28 @@ def test_a_rank_is_killed_again_if_its_agent_connects_again(tmp_path):
     assert [c["rank"] for _, c in attempt.commands_of("kill")] == [2]
 
 
+def test_a_rank_is_not_kept_without_the_rest_of_its_node(tmp_path):
+    """Its agent was silent, and connects again; meanwhile its other rank was killed."""
+    attempt = Attempt(tmp_path, nodes=2, ranks_per_node=2, whole_nodes=True, replacements=8)
+    with listen("127.0.0.1") as listener:
+        attempt.lose_agent(1, listener.getsockname()[1])
+        attempt.tick(attempt.spec.silence_s + 1)
+    assert attempt.coordinator.agents[1].lost
+    started = {"event": "started", "incarnation": 0}
+    ended = {**KILLED, "rank": 2, "incarnation": 0, "seen": SEEN, "ago_s": 0.0}
+    workers = [
+        {"rank": 2, "events": [{**started, "rank": 2}, ended]},
+        {"rank": 3, "events": [{**started, "rank": 3}]},
+    ]
+    attempt.coordinator.agent_connected(1, workers)
+    attempt.tick(MOMENT_S)
+    assert [c["rank"] for _, c in attempt.commands_of("kill")] == [3]
+    assert attempt.newest["gone"] == [2, 3]
+    attempt.end(3, -9)
+    attempt.tick(REST_S)
+    assert len(attempt.commands_of("start")) == 2
+
+
 @pytest.mark.parametrize("survive", [False, True])
 def test_a_run_ends_though_a_rank_sleeps_in_the_kernel(tmp_path, survive):
     """With `survive` it is none of the members any more, and the others finish."""
