@@ -115,6 +115,8 @@ class Agent:
         self._lost_in_row = 0  # candidates for the coordinator
         self._unreachable: dict[tuple[int, int], float] = {}  # since when, by seniority
         self._lost_peers: set[tuple[int, int]] = set()  # (incarnation, index) of lost agents
+        # Of the agent that the one followed here follows itself.
+        self._referred: tuple[int, int] | None = None
         self._peers: dict[int, Peer] = {}  # newest known agent of each node, by its file
         self._peers_read: dict[int, float] = {}
         self._generation: dict[str, Any] | None = None  # newest known, as workers get it
@@ -273,6 +275,7 @@ class Agent:
         if self._coordinator_link is not None and now - self._coordinator_link.heard > silence_s:
             self._leave_coordinator(lost=True)
         self._workers.judge()
+        self._return_to_coordinator()
         if self._coordinator is not None and self._control is None:
             self._notifier.send()
         if self._on_beat(self._coordinator.wanted_agents() if self._coordinator else ()):
@@ -348,6 +351,8 @@ class Agent:
             self._workers.keep_positions(stacks=command["stacks"])
         elif kind == "stacks":
             self._workers.write_stacks()
+        elif kind == "refer":
+            self._referred = None if command["to"] is None else tuple(command["to"])
         elif kind == "die":
             self._dying = True
         elif kind == "end":
@@ -472,6 +477,7 @@ class Agent:
         lost = {index for _, index in self._lost_peers if self._peer(index) is None}
         log.info("this agent coordinates; lost before it: %s", sorted(lost) or "none")
         self._coordinator = Coordinator(self._spec, lost, self._clock)
+        self._relay({"command": "refer", "to": None})
         self._coordinator.agent_connected(self._spec.index, self._state_of_workers())
         for index, messages in self._early.items():
             for message in messages:
@@ -494,6 +500,19 @@ class Agent:
             if "command" in message:
                 self._obey(message)
                 self._relay(message)  # followers are cut off from the coordinator
+
+    def _return_to_coordinator(self) -> None:
+        """Follow a silent coordinator again, if the agent followed instead has not lost it.
+
+        Only once all workers have ended: the coordinator, which did not hear this agent, has
+        evicted them.
+        """
+        if self._coordinator_link is None or self._workers.alive:
+            return
+        if self._referred in self._lost_peers:
+            self._lost_peers.discard(self._referred)
+            self._referred = None
+            self._leave_coordinator(lost=False)
 
     def _leave_coordinator(self, *, lost: bool) -> None:
         assert self._coordinator_link is not None  # noqa: S101  # there was one
@@ -577,6 +596,8 @@ class Agent:
         self._early.setdefault(link.peer_index, []).append(message)
         if "workers" not in message:
             return
+        if self._coordinator_link is not None:
+            link.send(command="refer", to=self._coordinator_peer.seniority)
         if (newest := self._newest_generation()) is not None:
             link.send(command="tell", rank=None, message=newest)
 

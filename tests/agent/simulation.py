@@ -604,13 +604,14 @@ class Simulation:
 
     def never_back(self):
         """Return ranks that could be members again, are not, and of which no warning says why."""
-        if not self.spec.replacements:
+        if not self.spec.replacements or not self.agents:
             return []
         there = {member % self.spec.ranks for member in self.newest()["members"]}
         found = []
         for rank in set(range(self.spec.ranks)) - there:
             node = self.spec.node_of(rank)
-            if node in self.agents.keys() - self.were_cut:
+            # A stopped agent that the others left behind is started again, like a killed one.
+            if node not in self.were_cut and (node in self.agents or self.left[node] > 0):
                 warnings = self.run.warnings(0, node)
                 if not warnings.exists() or "not started again" not in warnings.read_text():
                     found.append(rank)

@@ -131,6 +131,37 @@ def test_an_agent_that_was_replaced_while_it_was_stopped_ends(agent, senior, rep
     assert agent._over is replaced
 
 
+def test_an_agent_without_workers_returns_to_the_coordinator_that_another_one_follows(
+    agent, senior
+):
+    agent._leave_coordinator(lost=True)  # it was silent
+    with listen("127.0.0.1") as listener:
+        publish_agent(node_spec(agent._spec.run, index=1), listener.getsockname()[1])
+        agent._follow()
+        assert agent._coordinator_link.peer_index == 1
+        for to, followed in ((None, 1), ([0, 0], 0)):
+            with listener.accept()[0] as other:
+                other.sendall(line_of({"command": "refer", "to": to}))
+                agent._hear_coordinator()
+                agent._return_to_coordinator()
+                agent._follow()
+                assert agent._coordinator_link.peer_index == followed
+                agent._leave_coordinator(lost=False)
+                agent._follow()
+
+
+def test_an_agent_refers_to_the_coordinator_that_it_follows(agent, senior):
+    port = agent._listener.getsockname()[1]
+    link = connect(Peer("127.0.0.1", port, 2), secret=agent._secret, node=1)
+    link.send(workers=[])
+    agent._accept()
+    [accepting] = agent._unauthenticated
+    agent._hear_follower(accepting)
+    [message] = link.receive()
+    assert message == {"command": "refer", "to": [0, 0]}
+    link.close()
+
+
 def test_a_peer_that_reads_late_delays_nobody_and_misses_nothing():
     ours, its = socket.socketpair()
     with ours, its:
