@@ -893,6 +893,11 @@ class Coordinator:
             return
         if self._restart_at:
             return
+        # While this agent was stopped, the others may have continued without it, and its ranks may
+        # have failed, since it sent them no generation.
+        if (generation := self._record.read(self._generation + 1)) is not None:
+            self._accept(generation)
+            return
         nodes = {self._node_of(member) for member in self._members if self._generation > 0}
         out_of_reach = nodes and all(self.agents[index].lost for index in nodes)
         if out_of_reach and nodes - self._closed_ports(nodes):

@@ -24,6 +24,7 @@ from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import MISSING_FOLDER_CHECKS, RunDir
 from orchestrator.rundir.generations import GenerationRecord
 from orchestrator.rundir.metrics import ProgressWriter
+from orchestrator.rundir.outcome import failure_record
 from tests.agent.specs import node_spec
 
 MOMENT_S = 2 * LOSS_WAIT_S
@@ -1062,6 +1063,20 @@ def test_an_evicted_node_leaves_the_outcome_to_the_nodes_that_continue(tmp_path,
     assert evicted.commands_of("end")
     assert (evicted.outcome is None) == others_live
     listener.close()
+
+
+def test_a_coordinator_whose_ranks_failed_while_it_was_stopped_does_not_end_the_others(tmp_path):
+    """They had lost all peers, and got no generation from it; another one has recorded one."""
+    attempt = Attempt(tmp_path)
+    attempt.record.publish(1, [1, 2], gone=[0])
+    with listen("127.0.0.1") as listener:
+        for index in (1, 2):
+            attempt.lose_agent(index, listener.getsockname()[1])
+        failure = failure_record(0, "node0", "a peer is lost", secondary=True)
+        attempt.end(0, 1, "failed", failure=failure)
+        pass_s(attempt, attempt.spec.silence_s + 3)
+    assert attempt.outcome is None
+    assert (0, {"command": "end", "again": True}) in attempt.commands_of("end")
 
 
 def test_an_evicted_coordinator_does_not_end_a_node_that_has_come_back(tmp_path):
