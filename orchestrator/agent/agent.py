@@ -110,7 +110,7 @@ class Agent:
         self._coordinator_link: Link | None = None
         self._refusals = 0  # links in a row that were closed before anything came over them
         self._was_heard = False  # the coordinator has sent something on this link
-        self._clock = AwakeClock()
+        self._clock, self._suspended_s = AwakeClock(), 0.0
         self._began = self._clock()
         self._lost_in_row = 0  # candidates for the coordinator
         self._unreachable: dict[tuple[int, int], float] = {}  # since when, by seniority
@@ -198,6 +198,12 @@ class Agent:
 
     def _turn(self) -> None:
         """Handle what has happened since the last turn."""
+        self._clock()
+        if self._clock.suspended_s > self._suspended_s:
+            self._learn_what_was_missed()
+            self._suspended_s = self._clock.suspended_s
+        if self._over:
+            return
         self._follow()
         for key, _ in self._selector.select(self._pause_s()):
             key.data()
@@ -220,6 +226,16 @@ class Agent:
                     outcome = {**outcome, "culprit": {**culprit, "log_tail": lines}}
                 os.write(self._report_to, json.dumps(outcome).encode())
             self._obey_coordinator()
+
+    def _learn_what_was_missed(self) -> None:
+        """Learn what others have done while this agent was stopped, before it handles any event:
+        its workers have lost their peers, which may have continued without them.
+        """
+        if self._is_replaced():
+            log.info("this node has a newer agent; this one ends")
+            self._over = True
+        elif self._coordinator is not None:
+            self._coordinator.adopt_generations()
 
     def _tick(self, coordinator: Coordinator) -> None:
         """Let the coordinator decide, in this turn or in a later one.

@@ -869,6 +869,11 @@ class Coordinator:
             return
         self._accept(generation)
 
+    def adopt_generations(self) -> None:
+        """Adopt what another coordinator has recorded while this one was stopped."""
+        while (generation := self._record.read(self._generation + 1)) is not None:
+            self._accept(generation)
+
     def _accept(self, generation: Mapping[str, Any]) -> None:
         """Adopt the recorded generation and send it to all workers."""
         self._message = message_of(generation)

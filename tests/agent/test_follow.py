@@ -12,6 +12,7 @@ from orchestrator.agent.links import Link, Peer, connect, line_of, sign
 from orchestrator.agent.node_spec import publish_agent, secret_of
 from orchestrator.agent.workers import STOP_SIGNALS
 from orchestrator.engine.common.rendezvous import listen
+from orchestrator.rundir.generations import GenerationRecord
 from tests.agent.specs import node_spec
 
 pytestmark = pytest.mark.whole_runs
@@ -129,6 +130,22 @@ def test_an_agent_that_was_replaced_while_it_was_stopped_ends(agent, senior, rep
     senior.close()
     agent._hear_coordinator()
     assert agent._over is replaced
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_coordinator_that_was_stopped_learns_first_what_it_missed(agent, monkeypatch, replaced):
+    agent._take_over()
+    agent._beat_at = agent._clock()
+    record = GenerationRecord(agent._run.attempt(0))
+    for number, members in enumerate(([0, 1, 2], [0, 1])):
+        record.publish(number, members)
+    if replaced:
+        publish_agent(node_spec(agent._spec.run, index=2, incarnation=1), 1)
+    now = agent._clock._monotonic()
+    monkeypatch.setattr(agent._clock, "_monotonic", lambda: now + 20.0)
+    agent._turn()
+    assert agent._over is replaced
+    assert agent._coordinator._members == ([0, 1, 2] if replaced else [0, 1])
 
 
 def test_an_agent_without_workers_returns_to_the_coordinator_that_another_one_follows(
