@@ -20,7 +20,8 @@ EXIT_UNJUDGED = 4  # of an audit
 EXIT_TIMED_OUT = 124  # of `wait`, as coreutils' timeout has it
 EXIT_INTERRUPTED = 130
 EVICTED_RANK = 4  # a rank's own: no command ends with it
-START_AGAIN = 75  # of `node_entry.py after`: start srun again in this allocation
+START_AGAIN = 75
+"""Of `node_entry.py after`: start srun again in this allocation; of an agent: start it again."""
 
 
 class OrchestratorError(Exception):

@@ -110,11 +110,13 @@ class Agent:
         self._coordinator_link: Link | None = None
         self._refusals = 0  # links in a row that were closed before anything came over them
         self._was_heard = False  # the coordinator has sent something on this link
-        self._clock = AwakeClock()
+        self._clock, self._suspended_s = AwakeClock(), 0.0
         self._began = self._clock()
         self._lost_in_row = 0  # candidates for the coordinator
         self._unreachable: dict[tuple[int, int], float] = {}  # since when, by seniority
         self._lost_peers: set[tuple[int, int]] = set()  # (incarnation, index) of lost agents
+        # Of the agent that the one followed here follows itself.
+        self._referred: tuple[int, int] | None = None
         self._peers: dict[int, Peer] = {}  # newest known agent of each node, by its file
         self._peers_read: dict[int, float] = {}
         self._generation: dict[str, Any] | None = None  # newest known, as workers get it
@@ -122,7 +124,7 @@ class Agent:
         self._coordinator: Coordinator | None = None
         self._ticked = 0.0
         self._stops: list[str] = []  # names of signals that the workers do not know yet
-        self._dying = self._over = False
+        self._dying = self._over = self._again = False
         self._descriptor_limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._end_rendezvous: Callable[[], None] = lambda: None  # of a program's ranks
         self._pipe = os.pipe()  # written to by signals
@@ -154,8 +156,9 @@ class Agent:
 
     # ------------------------------------------------------------------ the loop
 
-    def serve(self) -> None:
-        """Run the node until the coordinator ends the attempt.
+    def serve(self) -> bool:
+        """Run the node until the coordinator ends the attempt; return whether another agent is to
+        join the others, which continue without this one.
 
         Raises:
             BecomeWorker: in each worker that is forked.
@@ -191,9 +194,16 @@ class Agent:
             for link in self._links():
                 link.close()  # the others are done
             self._on_outcome(self._coordinator.outcome, self._coordinator.agents[0].lost)
+        return self._again
 
     def _turn(self) -> None:
         """Handle what has happened since the last turn."""
+        self._clock()
+        if self._clock.suspended_s > self._suspended_s:
+            self._learn_what_was_missed()
+            self._suspended_s = self._clock.suspended_s
+        if self._over:
+            return
         self._follow()
         for key, _ in self._selector.select(self._pause_s()):
             key.data()
@@ -216,6 +226,16 @@ class Agent:
                     outcome = {**outcome, "culprit": {**culprit, "log_tail": lines}}
                 os.write(self._report_to, json.dumps(outcome).encode())
             self._obey_coordinator()
+
+    def _learn_what_was_missed(self) -> None:
+        """Learn what others have done while this agent was stopped, before it handles any event:
+        its workers have lost their peers, which may have continued without them.
+        """
+        if self._is_replaced():
+            log.info("this node has a newer agent; this one ends")
+            self._over = True
+        elif self._coordinator is not None:
+            self._coordinator.adopt_generations()
 
     def _tick(self, coordinator: Coordinator) -> None:
         """Let the coordinator decide, in this turn or in a later one.
@@ -271,6 +291,7 @@ class Agent:
         if self._coordinator_link is not None and now - self._coordinator_link.heard > silence_s:
             self._leave_coordinator(lost=True)
         self._workers.judge()
+        self._return_to_coordinator()
         if self._coordinator is not None and self._control is None:
             self._notifier.send()
         if self._on_beat(self._coordinator.wanted_agents() if self._coordinator else ()):
@@ -346,13 +367,17 @@ class Agent:
             self._workers.keep_positions(stacks=command["stacks"])
         elif kind == "stacks":
             self._workers.write_stacks()
+        elif kind == "refer":
+            self._referred = None if command["to"] is None else tuple(command["to"])
         elif kind == "die":
             self._dying = True
         elif kind == "end":
             self._end_rendezvous()
             self._notifier.wait()
             self._workers.await_leftovers()
-            self._over = True
+            self._over, self._again = True, command.get("again", False)
+            if self._again:
+                self._again = not self._is_replaced()
 
     # ------------------------------------------------------------------ the coordinator
 
@@ -468,6 +493,7 @@ class Agent:
         lost = {index for _, index in self._lost_peers if self._peer(index) is None}
         log.info("this agent coordinates; lost before it: %s", sorted(lost) or "none")
         self._coordinator = Coordinator(self._spec, lost, self._clock)
+        self._relay({"command": "refer", "to": None})
         self._coordinator.agent_connected(self._spec.index, self._state_of_workers())
         for index, messages in self._early.items():
             for message in messages:
@@ -491,6 +517,19 @@ class Agent:
                 self._obey(message)
                 self._relay(message)  # followers are cut off from the coordinator
 
+    def _return_to_coordinator(self) -> None:
+        """Follow a silent coordinator again, if the agent followed instead has not lost it.
+
+        Only once all workers have ended: the coordinator, which did not hear this agent, has
+        evicted them.
+        """
+        if self._coordinator_link is None or self._workers.alive:
+            return
+        if self._referred in self._lost_peers:
+            self._lost_peers.discard(self._referred)
+            self._referred = None
+            self._leave_coordinator(lost=False)
+
     def _leave_coordinator(self, *, lost: bool) -> None:
         assert self._coordinator_link is not None  # noqa: S101  # there was one
         self._selector.unregister(self._coordinator_link.socket)
@@ -498,6 +537,16 @@ class Agent:
         self._coordinator_link = None
         if lost:
             self._lose(self._coordinator_peer)
+        if self._is_replaced():
+            log.info("this node has a newer agent; this one ends")
+            self._over = True
+
+    def _is_replaced(self) -> bool:
+        """Return whether this node has a newer agent: while this one was stopped, the coordinator
+        may have had another one started. Both would report the same ranks.
+        """
+        newest = agent_file(self._run, self._spec.attempt, self._spec.index)
+        return newest is not None and newest != self._published
 
     # ------------------------------------------------------------------ followers
 
@@ -563,6 +612,8 @@ class Agent:
         self._early.setdefault(link.peer_index, []).append(message)
         if "workers" not in message:
             return
+        if self._coordinator_link is not None:
+            link.send(command="refer", to=self._coordinator_peer.seniority)
         if (newest := self._newest_generation()) is not None:
             link.send(command="tell", rank=None, message=newest)
 

@@ -14,13 +14,13 @@ import signal
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import nsmallest
 from typing import Any, Literal
 
 from orchestrator.agent.judge import Standing
 from orchestrator.agent.links import Peer, Port, closed_ports, probe_ports
-from orchestrator.agent.liveness import BEAT_S, EVICTED, FINISHED, STOPPED, RankPosition
+from orchestrator.agent.liveness import BEAT_S, EVICTED, FINISHED, STOPPED
 from orchestrator.agent.node_spec import NodeSpec, agent_file
 from orchestrator.agent.root_cause import (
     EXTERNAL_KILL_SIGNALS,
@@ -29,14 +29,14 @@ from orchestrator.agent.root_cause import (
     Straggler,
     add_position,
     add_waits,
-    describe_idle_programs,
-    describe_waits,
     find_root_cause,
-    late_rank,
     stopped_cause,
     tail,
 )
+from orchestrator.agent.saver import GRACE_S, SaverElection
 from orchestrator.agent.stacks import STACK_S
+from orchestrator.agent.standstills import Standstills, restart_waits
+from orchestrator.agent.worker_state import WorkerState
 from orchestrator.errors import RunFolderError
 from orchestrator.rundir.files import is_folder, read_json, write_json
 from orchestrator.rundir.folder import MISSING_FOLDER_CHECKS, RunDir
@@ -56,16 +56,8 @@ log = logging.getLogger(__name__)
 
 Stalled = Literal["stopped", "asleep"]
 """A process stands still for no fault of its code: by a signal, or asleep in the kernel."""
-STALL_S = 300.0
-"""After which `notify` sends a message about a run that makes no progress."""
 KILL_S = 5.0
 """Time from SIGKILL to a process's end; one that sleeps in the kernel ends only when it wakes."""
-GRACE_S = 1.0
-"""Time for the remaining workers to write failure records."""
-SAVE_S = 30.0
-"""Time for the others to leave their windows, so that one of them saves the last boundary."""
-ELECT_S = 5.0
-"""Time from the first of them that has left its window to the choice of the one that saves."""
 LOSS_WAIT_S = 0.05
 """Time to wait for further losses: workers that die together should cost one generation."""
 COME_S = 2.0
@@ -85,62 +77,6 @@ REST_S = 0.5
 """From a worker's end to its next process: the others agree on the loss meanwhile."""
 MOST_FRUITLESS = 2
 """Consecutive processes of a rank that may end without an update together with the others."""
-
-
-@dataclass(slots=True)
-class WorkerState:
-    """State of one rank's newest process, as the coordinator knows it.
-
-    Attributes:
-        state: "expected" until its agent has connected.
-        final_state: from its final message, "" without one; None while it runs, or if the others
-            survived its loss.
-        wants_to_join: a new worker that asks the others to let it in.
-        code: digests of its job's modules, once it is ready to train; training: its loop has begun.
-        awaits_newcomers: it is at a boundary of this generation, after so many updates, and waits
-            for new workers.
-        standing: what it does while it makes no progress, since `stands_since`, by the
-            coordinator's clock; `program`: a user's program, whose waits look like idleness.
-        can_save: whether it holds the state of its last boundary, and will leave its window to save
-            it; None until it has answered that another worker failed.
-        left_after: it has left its window, after so many updates; `failed`: by an error of its own.
-        started: its agent reported its start; `exited`: its end, which was handled.
-        given_up: the cause, if it is killed because it hangs.
-        killed_at: when its agent was first told to kill it.
-        sleeps: it counts as ended, though SIGKILL has not ended it yet.
-        report: its position, as it was sent last. Few are looked at, so it is read when it is.
-        log_bytes: size of its log when its stack was requested.
-    """
-
-    rank: int
-    incarnation: int = 0
-    state: Literal["expected", "alive", "ended"] = "expected"
-    wants_to_join: bool = False
-    code: dict[str, str] | None = None
-    training: bool = False
-    awaits_newcomers: tuple[int, int] | None = None
-    can_save: bool | None = None
-    left_after: int | None = None
-    failed: bool = False
-    final_state: str | None = None
-    standing: Standing = Standing.MOVES
-    stands_since: float = 0.0
-    program: bool = False
-    started: bool = False
-    exited: bool = False
-    given_up: str = ""
-    killed_at: float | None = None
-    sleeps: bool = False
-    report: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    log_bytes: int | None = None
-
-    @property
-    def is_gone(self) -> bool:
-        return self.state == "ended" and not self.sleeps
-
-    @property
-    def seen(self) -> RankPosition:
-        return RankPosition.from_json(self.report)
 
 
 @dataclass(slots=True)
@@ -191,6 +127,9 @@ class Coordinator:
             for member in generation["members"]:
                 worker = self.workers[rank_of(member, spec.ranks)]
                 worker.incarnation = max(worker.incarnation, incarnation_of(member, spec.ranks))
+        self._hung: set[int] = set()  # members whose own code has hung
+        for generation in generations:
+            self._hung.update(generation.get("hung", ()))
         self._lost_members: set[int] = set()  # members lost since the newest generation
         self.changed = True  # since the last tick
         self._noticed = 0.0
@@ -211,17 +150,12 @@ class Coordinator:
         self._stalled: Stalled | None = None  # why the culprit's code is not at fault
         self._kill_at: dict[int, float] = {}  # by rank; it is asked for its stack before
         self._give_up_at: float | None = None
-        self._elect_at: float | None = None  # at the latest
-        self._answers_by = 0.0
         self._memberless_since: float | None = None  # no member is known to live
-        self._saver: int | None = None  # rank that saves the last boundary of a failed attempt
+        self._election = SaverElection(spec.hang_s)
         self._killed = False
         self._killed_at = 0.0
-        self._given_up: dict[int, int] = {}  # a rank's latest process that was ended, since it hung
-        self._hung: set[int] = set()  # ranks of which a member's own code has hung
         self._excluded: set[int] = set()  # ranks that computed wrongly
-        self._stands: set[int] = set()  # ranks that make no progress
-        self._standstill_reported = self._standstill_known = self._stall_written = False
+        self._standstills = Standstills(spec)
         self.outcome: dict[str, Any] | None = None
         self._commands: list[tuple[int | None, dict[str, Any]]] = []
         for index in lost:
@@ -267,13 +201,18 @@ class Coordinator:
                 # What it was ended for would count twice; its exit may still be news.
                 if not handled or event["event"] == "exit":
                     self.handle_event(index, event)
+        # What was sent while the link was broken is lost, so repeat what still holds.
+        for worker in map(self.workers.__getitem__, here):
+            if worker.state == "alive" and worker.killed_at is not None:
+                worker.killed_at = None
+                self._kill(worker.rank)
         self._keep_members(here)
-        # What was sent while the link was broken is lost, so repeat what still holds. An earlier
-        # coordinator may have announced a standstill that has ended since.
+        # An earlier coordinator may have announced a standstill that has ended since.
         if self._generation >= 0:
             self._command(index, "tell", rank=None, message=self._message)
         self._command(index, "tell", rank=None, message={"standstill_s": None})
-        self._standstill_known = self._announced_newcomers = False
+        self._standstills.announce_again()
+        self._announced_newcomers = False
         if self._over:
             self._command(index, "tell", rank=None, message={"left": True})
         if self._killed:
@@ -284,8 +223,15 @@ class Coordinator:
         """Keep members that were lost with their agent, if they live and the others have not
         continued without them.
         """
-        alive = {self._member(rank) for rank in ranks if self.workers[rank].state == "alive"}
-        if back := self._lost_members & alive:
+        alive = {rank for rank in ranks if self.workers[rank].state == "alive"}
+        back = {self._member(rank) for rank in alive} & self._lost_members
+        if not self._over:  # those whose unit is incomplete stay lost
+            parts = {rank for rank in alive if not alive.issuperset(self._failure_unit(rank))}
+            for rank in [rank for rank in parts if self._member(rank) in back]:
+                back.discard(self._member(rank))
+                if self.workers[rank].killed_at is None:
+                    self._kill(rank)
+        if back:
             self._lost_members -= back
             losses = [
                 (end, [member for member in lost if member not in back])
@@ -339,9 +285,12 @@ class Coordinator:
         if "seen" in event:
             worker.report = event["seen"]
         if kind == "started":
+            before = worker
             worker = WorkerState(worker.rank, event["incarnation"], "alive", started=True)
+            if before.incarnation == worker.incarnation:
+                worker.given_up, worker.killed_at = before.given_up, before.killed_at
             self.workers[worker.rank] = worker
-            self._stands.discard(worker.rank)
+            self._standstills.forget(worker.rank)
             self._restart_at.pop(worker.rank, None)  # it lives: its agent was only late
             if self._over and not self._is_member(worker):
                 self._kill(worker.rank)  # it came too late to join
@@ -349,9 +298,9 @@ class Coordinator:
             # The exit of an earlier process may come late: its successor lives.
             if worker.state != "ended" and worker.incarnation == event["incarnation"]:
                 worker.state, worker.wants_to_join, worker.exited = "ended", False, True
-                self._stands.discard(worker.rank)
+                self._standstills.forget(worker.rank)
                 # It has saved, or will not any more: the others need not wait until `SAVE_S`.
-                if self._saver == worker.rank and self._give_up_at is not None:
+                if self._election.saver == worker.rank and self._give_up_at is not None:
                     self._give_up_at = min(self._give_up_at, self._clock() + GRACE_S)
                 self._on_exit(index, event)
             elif worker.sleeps and worker.incarnation == event["incarnation"]:
@@ -360,7 +309,7 @@ class Coordinator:
         elif kind == "stopped":
             self._check_stopped(worker, event["seconds"])
         elif kind == "standing":
-            self._note_standing(worker, event)
+            self._standstills.note(worker, event, self._clock())
         elif kind == "hangs":
             if event["silent"]:  # its latest report may be from before
                 self._ask_for_position(worker)
@@ -446,7 +395,7 @@ class Coordinator:
         if lost - self._lost_members:
             self._lost_members |= lost
             self._noticed = self._clock()
-            self._restart_waits()
+            restart_waits(self.workers.values(), self._clock())
         for rank in ranks:
             self.workers[rank].final_state = None
             self._schedule_restart(rank)
@@ -473,41 +422,18 @@ class Coordinator:
             self._give_up_at = self._clock() + GRACE_S
 
     def _elect_saver(self, now: float) -> None:
-        """Choose who saves the last boundary of a failed attempt: of the live members the one with
-        the most updates, the first of these. One that has failed itself comes last: what its state
-        is on a device after an error is not certain, and all may have failed alike.
-
-        They differ by one update at most, but only those that have left their windows know theirs.
-        """
-        if self._give_up_at is None or self._killed or self._saver is not None:
+        """Choose who saves the last boundary of a failed attempt, if that is due (`saver.py`)."""
+        if self._give_up_at is None or self._killed or self._election.saver is not None:
             return
         # Ranks whose weights differ must not save them: which are right is not known.
         if any(failure.get("replicas_differ") for failure in self._failures):
             return
         members = [self.workers[rank_of(member, self._ranks)] for member in self._members]
-        able = [worker for worker in members if worker.can_save and self._is_member(worker)]
-        if not able:
-            return
-        if self._elect_at is None:
-            self._elect_at = self._give_up_at = now + SAVE_S
-            self._answers_by = now + GRACE_S
-        # One that has not answered yet may have the most updates.
-        silent = any(worker.can_save is None and self._is_member(worker) for worker in members)
-        if silent and now < self._answers_by:
-            return
-        ready = [worker for worker in able if worker.left_after is not None]
-        if not ready:
-            return
-        # While only failed ones are ready, the others get all of `SAVE_S`.
-        if not all(worker.failed for worker in ready):
-            self._elect_at = min(self._elect_at, now + ELECT_S)
-        if len(ready) == len(able) or now >= self._elect_at:
-            self._saver = max(
-                ready, key=lambda worker: (not worker.failed, worker.left_after or 0)
-            ).rank
-            self._to_worker(None, saver=self._saver)
-            # A large state takes as long as a slow disk needs.
-            self._give_up_at = now + max(SAVE_S, self._spec.hang_s)
+        until = self._election.elect(now, [w for w in members if self._is_member(w)])
+        if self._election.saver is not None:
+            self._to_worker(None, saver=self._election.saver)
+        if until is not None:
+            self._give_up_at = until
 
     def _give_up(
         self,
@@ -527,11 +453,7 @@ class Coordinator:
         if worker.given_up:
             return
         rank = worker.rank
-        before = self._given_up.get(rank)
-        worker.given_up, self._given_up[rank] = cause, worker.incarnation
-        if before == worker.incarnation and self._survives_losses:
-            self._kill(rank)  # the first order may not have reached its agent
-            return
+        worker.given_up = cause
         culprit = Culprit(
             rank=rank,
             node=self._spec.name_of(self._spec.node_of(rank)),
@@ -542,9 +464,10 @@ class Coordinator:
         # Code that hangs in a rank's members twice ends the run: it would in a third, too. One that
         # has not joined keeps no other from training.
         counts = own and stalled is None and self._is_member(worker)
-        again = counts and rank in self._hung
+        member = self._member(rank)
+        again = counts and any(rank_of(m, self._ranks) == rank for m in self._hung - {member})
         if counts:
-            self._hung.add(rank)
+            self._hung.add(member)
         if self._survives_losses and not again:
             self._kill(rank)
             cause = self._described(culprit).cause
@@ -555,155 +478,42 @@ class Coordinator:
             self._kill_at[rank] = self._clock() + STACK_S
 
     # ------------------------------------------------------------------ standstills
-    # What the ranks do together: `judge.py` judges each alone. A rank that computes, saves,
-    # evaluates or prepares data is waited for.
-
-    def _note_standing(self, worker: WorkerState, event: Mapping[str, Any]) -> None:
-        """Note what an agent reports of a worker that makes no progress, or makes it again."""
-        standing = Standing(event["standing"])
-        worker.program = event["program"]
-        # A node that was suspended may report more seconds than it was awake.
-        seconds = min(event["seconds"], self._spec.limits.notice_s)
-        if standing is not worker.standing:
-            worker.standing, worker.stands_since = standing, self._clock() - seconds
-        if standing is Standing.MOVES:
-            self._stands.discard(worker.rank)
-            if not self._stands:
-                self._stall_written = self._standstill_reported = False
-        else:
-            self._stands.add(worker.rank)
-
-    def _restart_waits(self) -> None:
-        """Measure all waits from now: a member is lost, or a generation begins, and what its
-        members waited for before will not come.
-        """
-        for worker in self.workers.values():
-            if worker.standing is Standing.WAITS:
-                worker.stands_since = self._clock()
 
     def _check_standstill(self, now: float) -> None:
-        """Warn of a run in which no rank makes progress; end one in which none ever can."""
-        # No member waits for a replacement, nor is its wait to be let in one for a collective.
+        """Act on ranks that make no progress (`standstills.py`)."""
         alive = [
             worker
             for worker in self.workers.values()
             if worker.state == "alive" and self._is_member(worker)
         ]
-        standing = [worker for worker in alive if worker.rank in self._stands]
-        waiting = [worker for worker in standing if worker.standing is Standing.WAITS]
-        idle = [
-            worker for worker in standing if worker.program and worker.standing is Standing.IDLE
-        ]
-        all_wait = bool(waiting) and len(waiting) == len(alive)
-        all_idle = bool(idle) and len(idle) == len(alive)
-        self._inform_of_standstill(now, alive if all_wait else [])
-        self._notify_of_stall(now, standing, everyone=all_wait or all_idle)
-        if not (all_wait or all_idle):
-            self._standstill_reported = False
-            self._end_vain_waits(now, waiting, alive)
-            return
-        key, limit_s = "hang", self._spec.hang_s
-        if all_wait and self._spec.collective_s is not None and self._spec.collective_s < limit_s:
-            key, limit_s = "collective", self._spec.collective_s
-        seconds = now - max(worker.stands_since for worker in alive)
-        if seconds < self._spec.limits.notice_s:  # their waits count anew (`_restart_waits`)
-            return
-        describe = describe_waits if all_wait else describe_idle_programs
-        seen = {worker.rank: worker.seen for worker in alive}
-        if not self._standstill_reported:
-            self._standstill_reported = True
+        finding = self._standstills.check(now, alive, over=self._over)
+        if finding.informs:
+            self._to_worker(None, standstill_s=finding.standstill_s)
+        if finding.warning is not None:
             self._command(None, "stacks")
-            ends = f"; the run is ended after {limit_s:g} s of this (cluster.{key}_timeout_s)"
-            if all_idle and len(alive) == 1:
-                ends = ""  # no other rank waits for it: a program may wait for the outside world
-            self._warn(0, describe(seen, seconds) + ends, about="run")
-        if seconds < limit_s or (all_idle and len(alive) == 1):
+            self._warn(0, finding.warning, about="run")
+        blamed = finding.blamed
+        if blamed is None or (finding.ends_run and (self._culprit is not None or self._ends)):
             return
-        blamed = self.workers[late_rank(seen)] if all_idle else alive[0]
-        self._end_standstill(
-            blamed, f"it hangs: {describe(seen, seconds)} (cluster.{key}_timeout_s)"
-        )
-
-    def _end_standstill(self, blamed: WorkerState, cause: str) -> None:
-        """End an attempt in which no rank makes progress any more."""
-        if self._culprit is None and not self._ends:
-            self._culprit = Culprit(
-                rank=blamed.rank,
-                node=self._spec.name_of(self._spec.node_of(blamed.rank)),
-                cause=cause,
-                log_tail=tuple(blamed.seen.stack_lines() or tail(self._run.rank_log(blamed.rank))),
-                hangs=True,
-                complete=True,
-            )
-            self._end_others()
-
-    def _end_vain_waits(
-        self, now: float, waiting: list[WorkerState], alive: list[WorkerState]
-    ) -> None:
-        """Give up a rank that computes while others wait for it, if a key asks for it."""
-        limit_s = self._spec.collective_s
-        if limit_s is None or not waiting or self._over:
-            return
-        others = [worker for worker in alive if worker.standing is not Standing.WAITS]
-        if not all(worker.standing in (Standing.BUSY, Standing.IDLE) for worker in others):
-            # The limit pauses: one of the others makes progress, or saves, or prepares data.
-            for worker in waiting:
-                worker.stands_since = max(worker.stands_since, now - self._spec.limits.notice_s)
-            return
-        first = min(waiting, key=lambda worker: worker.stands_since)
-        if now - first.stands_since < limit_s:
-            return
-        blamed = min(others, key=lambda worker: worker.stands_since)
-        cause = (
-            f"the others waited in vain (cluster.collective_timeout_s={limit_s:g}): it was still "
-            f"{blamed.seen.at}"
-        )
         lines = blamed.seen.stack_lines() or tail(self._run.rank_log(blamed.rank))
-        self._give_up(blamed, cause, lines)
+        if not finding.ends_run:
+            self._give_up(blamed, finding.cause, lines)
+            return
+        self._culprit = Culprit(
+            rank=blamed.rank,
+            node=self._spec.name_of(self._spec.node_of(blamed.rank)),
+            cause=finding.cause,
+            log_tail=tuple(lines),
+            hangs=True,
+            complete=True,
+        )
+        self._end_others()
 
     def _ask_for_position(self, worker: WorkerState) -> None:
         """Have a culprit's cause completed by the stack that it writes before it is killed."""
         worker.log_bytes = 0
         with contextlib.suppress(OSError):  # it may have no log
             worker.log_bytes = self._run.rank_log(worker.rank).stat().st_size
-
-    def _inform_of_standstill(self, now: float, waiting: list[WorkerState]) -> None:
-        """Send all workers for how long all of them have waited, if that begins or ends: the limits
-        of their waits count only then (`engine/common/waiting.py`).
-        """
-        if bool(waiting) == self._standstill_known:
-            return
-        self._standstill_known = bool(waiting)
-        seconds = now - max(worker.stands_since for worker in waiting) if waiting else None
-        self._to_worker(None, standstill_s=seconds)
-
-    def _notify_of_stall(self, now: float, standing: list[WorkerState], *, everyone: bool) -> None:
-        """Write down, once, that a rank has made no progress for long, for `notify`."""
-        stands = [
-            worker
-            for worker in standing
-            if worker.standing is not Standing.WAITS and not worker.program
-        ]
-        own = (Standing.BUSY, Standing.DECLARED)
-        stands += [worker for worker in standing if worker.program and worker.standing in own]
-        if everyone:
-            stands = standing
-        if not stands:
-            self._stall_written = False
-            return
-        after_s = min(STALL_S, self._spec.hang_s / 2)  # before the limit ends the run
-        first = min(stands, key=lambda worker: worker.stands_since)
-        if self._stall_written or now - first.stands_since < after_s:
-            return
-        seconds = now - first.stands_since
-        text = f"rank {first.rank} has made no progress for {seconds:.0f} s: it is {first.seen.at}"
-        if everyone:
-            describe = describe_idle_programs if first.program else describe_waits
-            text = describe({worker.rank: worker.seen for worker in stands}, seconds)
-        # On a full disk at a later look: that must keep no standstill from its end.
-        with contextlib.suppress(OSError):
-            write_json(self._run.stall(self._spec.attempt), {"time": time.time(), "text": text})
-            self._stall_written = True
 
     def _described(self, culprit: Culprit) -> Culprit:
         """Add where a hanging culprit is, and what the others wait for."""
@@ -832,7 +642,7 @@ class Coordinator:
                 self._culprit = Culprit(rank=None, node=self._spec.name, cause=cause, usage=True)
                 self._give_up_at = now
                 self._end_in_order()
-        if folder_due and (self._stands or self._standstill_known) and not self._killed:
+        if folder_due and self._standstills.may_be_due and not self._killed:
             self._check_standstill(now)
         self._check_agents(now)
         if any(self._is_member(worker) for worker in self.workers.values()):
@@ -887,7 +697,7 @@ class Coordinator:
             if killed_at is None or now - killed_at < KILL_S:
                 continue
             worker.state, worker.wants_to_join, worker.sleeps = "ended", False, True
-            self._stands.discard(worker.rank)
+            self._standstills.forget(worker.rank)
             sleeps = f"SIGKILL has not ended it in {KILL_S:g} s: it sleeps in the kernel"
             self._warn(worker.rank, sleeps)
             end = AbnormalEnd(
@@ -1045,6 +855,8 @@ class Coordinator:
         """Publish a generation; without disk space, retry at the next tick. Those that wait for it
         learn once a second that it is still to come.
         """
+        if self._hung:  # what a later coordinator could learn from no agent that has replaced them
+            more["hung"] = sorted(self._hung)
         try:
             # Another coordinator's, if that one was faster: the first record of a number counts.
             generation = self._record.publish(number, members, **more, time=time.time())
@@ -1057,15 +869,21 @@ class Coordinator:
             return
         self._accept(generation)
 
+    def adopt_generations(self) -> None:
+        """Adopt what another coordinator has recorded while this one was stopped."""
+        while (generation := self._record.read(self._generation + 1)) is not None:
+            self._accept(generation)
+
     def _accept(self, generation: Mapping[str, Any]) -> None:
         """Adopt the recorded generation and send it to all workers."""
         self._message = message_of(generation)
         self._generation, self._members = generation["generation"], list(generation["members"])
         self._member_set = set(self._members)
+        self._hung.update(generation.get("hung", ()))
         self._lost_members &= self._member_set
         self._noticed = self._clock() if self._lost_members else 0.0
         self._announced_newcomers, self._looked_for_room, self._delay_told = False, 0.0, 0.0
-        self._restart_waits()
+        restart_waits(self.workers.values(), self._clock())
         for worker in self.workers.values():
             worker.wants_to_join = (
                 worker.wants_to_join and self._member(worker.rank) not in self._member_set
@@ -1080,14 +898,26 @@ class Coordinator:
             return
         if self._restart_at:
             return
+        # While this agent was stopped, the others may have continued without it, and its ranks may
+        # have failed, since it sent them no generation.
+        if (generation := self._record.read(self._generation + 1)) is not None:
+            self._accept(generation)
+            return
         nodes = {self._node_of(member) for member in self._members if self._generation > 0}
         out_of_reach = nodes and all(self.agents[index].lost for index in nodes)
         if out_of_reach and nodes - self._closed_ports(nodes):
             # Some of the members may live: the attempt continues there, and its outcome is theirs.
-            log.info("the other nodes continue without this one; its agent ends")
+            # Where they can be reached, this agent was stopped, or their link was broken.
+            known = {n: agent_file(self._run, self._spec.attempt, n) for n in nodes}
+            states = probe_ports({n: peer for n, peer in known.items() if peer}, REACH_S)
+            again = Port.OPEN in states.values()
+            log.info(
+                "the other nodes continue without this one; its agent ends%s",
+                ", and the next one joins them" * again,
+            )
             for agent in self.agents.values():
                 if not agent.lost:  # a lost one that has connected again may hold the members
-                    self._command(agent.index, "end")
+                    self._command(agent.index, "end", again=again)
             return
         state, culprit = self._decide()
         lost: str | None = None  # described if it is not the job's fault: a scheduler restarts it

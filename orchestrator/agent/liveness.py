@@ -104,15 +104,18 @@ class WorkerLiveness:
 class AwakeClock:
     """Monotonic seconds without those in which this process was suspended: it received nothing
     then, which does not mean that others were silent. Call it more often than every `SUSPENDED_S`.
+
+    Attributes:
+        suspended_s: for how long it was, in all.
     """
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
-        self._polled, self._suspended = monotonic(), 0.0
+        self._polled, self.suspended_s = monotonic(), 0.0
 
     def __call__(self) -> float:
         now = self._monotonic()
         if now - self._polled > SUSPENDED_S:
-            self._suspended += now - self._polled
+            self.suspended_s += now - self._polled
         self._polled = now
-        return now - self._suspended
+        return now - self.suspended_s

@@ -42,7 +42,7 @@ from orchestrator.config.job_source import check_target
 from orchestrator.config.program import is_program
 from orchestrator.config.reading import read_config
 from orchestrator.engine.api import Framework
-from orchestrator.errors import OrchestratorError
+from orchestrator.errors import START_AGAIN, OrchestratorError
 from orchestrator.plugins import FRAMEWORKS
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.warnings import warn_of
@@ -164,13 +164,15 @@ class NodeProcesses:
         os.environ.update(self._environments[index])
         name_process(spec.name)
         try:
-            self._agent_of(spec).serve()
+            again = self._agent_of(spec).serve()
         except BecomeWorker as worker:
             return worker.rank
-        return leave(0)
+        return leave(START_AGAIN if again else 0)
 
     def _reap(self, now: float, *, restart: bool) -> None:
-        """Collect ended agents; with `restart`, restart those that were killed or failed."""
+        """Collect ended agents; with `restart`, restart those that were killed or failed, or ask
+        for that.
+        """
         while self._pids:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
@@ -180,8 +182,9 @@ class NodeProcesses:
             if index is None or code == 0 or not restart:
                 continue
             if self._left <= 0 or self._stop is not None:
-                # As a shell says it: the scheduler's record then tells a kill from a failure.
-                self.status = code if code > 0 else 128 - code
+                if code != START_AGAIN:  # the others continue, which is no failure
+                    # As a shell says it: the scheduler's record then tells a kill from a failure.
+                    self.status = code if code > 0 else 128 - code
                 continue
             self._left -= 1
             self._specs[index] = self._specs[index].next_incarnation()

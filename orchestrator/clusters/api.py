@@ -180,12 +180,16 @@ class Handle(ABC):
 
         Raises `ClusterError` when there is nothing to stop.
         """
+        return f"{self.title} {self.request_end(run, now=now)}"
+
+    def request_end(self, run: RunDir, *, now: bool) -> str:
+        """Do what `cancel` does; return a clause on what happens to the run: "stops at …"."""
         if now:
             self.kill()
-            return f"every process of {self.title} is being ended"
+            return "is being ended, with every process of it"
         how = describe_stop(run)  # while it still runs
         self.stop()
-        return f"{self.title} {how}"
+        return how
 
     def new_messages(self) -> Sequence[str]:
         """Return new messages that the run's folder does not show."""
@@ -339,14 +343,7 @@ class Cluster(ClusterFacts, ABC):
         Returns:
             What happens to each, as a clause ("stops at …"), without runs that are over.
         """
-        outcomes: dict[Path, str] = {}
-        for run in runs:
-            handle = cls.handle(run)
-            sentence = handle.cancel(run, now=now)
-            outcomes[run.path] = sentence.removeprefix(f"{handle.title} ").removeprefix(
-                f"{run.path} "
-            )
-        return outcomes
+        return {run.path: cls.handle(run).request_end(run, now=now) for run in runs}
 
     @classmethod
     def update_statuses(
@@ -402,7 +399,7 @@ class LauncherHandle(Handle):
         signal_holder(self._run, signal.SIGINT, signal.SIGTERM)
 
     def cancel(self, run: RunDir, *, now: bool) -> str:
-        return super().cancel(run, now=now).replace(self.title, str(run.path), 1)
+        return f"{run.path} {self.request_end(run, now=now)}"
 
 
 def cluster_of(config: Config, tell: Callable[[str], None] = lambda _: None) -> Cluster:

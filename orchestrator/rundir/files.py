@@ -52,7 +52,7 @@ def open_nofollow(path: Path, flags: int = os.O_RDONLY) -> int:
         return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, PRIVATE_FILE)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise _foreign(path, "a link") from error
+            raise _foreign(path, "a link") from None
         raise
 
 
@@ -157,7 +157,8 @@ def await_readable(
     action: Callable[[], T], tell: Callable[[str], object] = lambda _: None, *, brief: bool = False
 ) -> T:
     """Repeat an action that reads, while a file is there but cannot be read (a stale handle, a
-    server that does not answer), for some time. Raises its error after that.
+    server that does not answer), for some time. After that raises its `OSError`, or the
+    `RunFolderError` with such a cause.
 
     Args:
         tell: gets a sentence about the wait, once.

@@ -4,6 +4,7 @@
 |---|---|
 | `generation`, `members` | its number, and its members in order (`member_of`) |
 | `gone`, `why` | lost members, and a description of how they were lost |
+| `hung` | members so far whose own code hung, which is survived once for each rank |
 | `joined` | newcomers |
 | `updates` | with newcomers: updates completed when they joined |
 | `code` | in the first one: the ranks' own modules (`trainer/survival.py`) |

@@ -153,9 +153,15 @@ def outcome_from_json(record: Mapping[str, Any]) -> AttemptOutcome:
     return AttemptOutcome(state=State(record["state"]), culprit=culprit, lost=record["lost"])
 
 
-def departure_note(why: str, updates: int | None = None) -> dict[str, Any]:
-    """Return the content of departure.json. `updates`: completed before it, if known."""
-    return {"why": why, "updates": updates, "time": time.time()}
+def departure_note(why: str, updates: int | None = None, *, lost: bool = False) -> dict[str, Any]:
+    """Return the content of departure.json.
+
+    Args:
+        updates: completed before it, if known.
+        lost: the attempt was cut short by no stop, but by a loss: of srun, of a node, or of a rank
+            that stood still for no fault of the job.
+    """
+    return {"why": why, "updates": updates, "time": time.time(), **({"lost": True} if lost else {})}
 
 
 def note_departure(run: RunDir, attempt: int, why: str, updates: int | None = None) -> None:

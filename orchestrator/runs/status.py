@@ -179,7 +179,10 @@ def _read_status(run: RunDir) -> RunStatus:
     if status.state not in ENDED_STATES:
         with contextlib.suppress(ConfigError):  # the cluster's kind is not installed here
             if not run.read_submission().get("attended", class_of(status.cluster).attended):
-                return replace(status, state="lost", reason="it was never submitted")
+                reason = "it was never submitted"
+                if status.attempts:  # the command that submitted it was killed before it noted that
+                    reason = "its job has ended without a result, and its number is not known"
+                return replace(status, state="lost", reason=reason)
     return correct_by_lock(run, status)
 
 

@@ -330,9 +330,9 @@ class Simulation:
         if agent._over:
             self.say(f"agent {index} ends")
             self.unwritten |= agent._coordinator is not None and self.full
-            self.end_agent(index)
+            self.end_agent(index, again=agent._again)
 
-    def end_agent(self, index, *, killed=False):
+    def end_agent(self, index, *, killed=False, again=False):
         agent = self.agents.pop(index)
         self.frozen.pop(index, None)
         self.network.current = index
@@ -347,7 +347,7 @@ class Simulation:
             os.close(end)
         agent._workers.kill_all()
         self.all_agents_lost |= not self.agents and killed
-        if killed and self.left[index] > 0 and not self.stopped:
+        if (killed or again) and self.left[index] > 0 and not self.stopped:
             self.left[index] -= 1
             self.specs[index] = self.specs[index].next_incarnation()
             self.starts[index] = self.now + AGENT_REST_S
@@ -604,13 +604,14 @@ class Simulation:
 
     def never_back(self):
         """Return ranks that could be members again, are not, and of which no warning says why."""
-        if not self.spec.replacements:
+        if not self.spec.replacements or not self.agents:
             return []
         there = {member % self.spec.ranks for member in self.newest()["members"]}
         found = []
         for rank in set(range(self.spec.ranks)) - there:
             node = self.spec.node_of(rank)
-            if node in self.agents.keys() - self.were_cut:
+            # A stopped agent that the others left behind is started again, like a killed one.
+            if node not in self.were_cut and (node in self.agents or self.left[node] > 0):
                 warnings = self.run.warnings(0, node)
                 if not warnings.exists() or "not started again" not in warnings.read_text():
                     found.append(rank)

@@ -24,6 +24,7 @@ from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import MISSING_FOLDER_CHECKS, RunDir
 from orchestrator.rundir.generations import GenerationRecord
 from orchestrator.rundir.metrics import ProgressWriter
+from orchestrator.rundir.outcome import failure_record
 from tests.agent.specs import node_spec
 
 MOMENT_S = 2 * LOSS_WAIT_S
@@ -324,6 +325,41 @@ def test_a_rank_that_hangs_again_is_not_ended_for_it_again(tmp_path):
     assert "it hangs: at a lock" in culprit_of(attempt, 0, 2)["cause"]
 
 
+def take_over(first, incarnation):
+    """Have the third agent coordinate: the second rank's process is its newest one."""
+    second = Attempt(first.run.path, gone=[0], begin=False, index=2, replacements=3)
+    second.join(2)
+    started = {"event": "started", "rank": 1, "incarnation": incarnation}
+    second.coordinator.agent_connected(1, [{"rank": 1, "events": [started]}])
+    second.tick(MOMENT_S)
+    return second
+
+
+def test_a_rank_that_hangs_again_after_a_takeover_is_not_ended_for_it_again(tmp_path):
+    first = Attempt(tmp_path, replacements=3)
+    hang(first, "code")
+    assert lose(first, 1) == [(1, 1)]
+    let_in(first, 1, 1)
+    second = take_over(first, 1)
+    hang(second, "code", 1)
+    second.tick(GRACE_S)
+    second.tick(2 * GRACE_S)
+    assert second.commands_of("die")
+
+
+def test_one_hang_counts_once_though_another_coordinator_hears_of_it_too(tmp_path):
+    first = Attempt(tmp_path, replacements=3)
+    hang(first, "code")
+    lose(first, 2)
+    assert first.newest["members"] == [0, 1]
+    second = take_over(first, 0)
+    hang(second, "code")
+    second.tick(GRACE_S)
+    second.tick(2 * GRACE_S)
+    assert not second.commands_of("die")
+    assert [c["rank"] for _, c in second.commands_of("kill")] == [1]
+
+
 @pytest.mark.parametrize(
     ("first", "then"),
     [("stopped", "code"), ("asleep", "code"), ("stuck", "stuck"), ("stuck", "code")],
@@ -416,6 +452,58 @@ def test_an_agent_that_is_started_again_starts_what_slept_under_the_one_before(t
     attempt.coordinator.agent_connected(1, [])
     attempt.tick()
     assert len(attempt.commands_of("start")) == 1
+
+
+def test_a_rank_that_is_killed_before_its_start_is_reported_may_sleep_in_the_kernel(tmp_path):
+    attempt = Attempt(tmp_path, nodes=2, ranks_per_node=2, whole_nodes=True, replacements=8)
+    attempt.end(2, -9)
+    attempt.end(3, -9)
+    attempt.tick(MOMENT_S)
+    attempt.tick(REST_S)
+    assert len(attempt.commands_of("start")) == 2
+    attempt.take("started", 3, 1)
+    attempt.end(3, -9, incarnation=1)
+    assert [c["rank"] for _, c in attempt.coordinator.commands()] == [2]
+    attempt.take("started", 2, 1)
+    pass_s(attempt, KILL_S + 1)
+    assert "SIGKILL has not ended it" in attempt.run.warnings(0, 1).read_text()
+
+
+def test_a_rank_is_killed_again_if_its_agent_connects_again(tmp_path):
+    """The first order may have been lost with the link. It was lost together with another rank."""
+    attempt = Attempt(tmp_path, nodes=2, ranks_per_node=2, whole_nodes=True)
+    attempt.end(3, -9)
+    attempt.tick()
+    assert [c["rank"] for _, c in attempt.commands_of("kill")] == [2]
+    attempt.coordinator.agent_disconnected(1)
+    started = {"event": "started", "rank": 2, "incarnation": 0}
+    ended = {**KILLED, "rank": 3, "incarnation": 0, "seen": SEEN, "ago_s": 0.0}
+    workers = [{"rank": 2, "events": [started]}, {"rank": 3, "events": [ended]}]
+    attempt.coordinator.agent_connected(1, workers)
+    attempt.tick()
+    assert [c["rank"] for _, c in attempt.commands_of("kill")] == [2]
+
+
+def test_a_rank_is_not_kept_without_the_rest_of_its_node(tmp_path):
+    """Its agent was silent, and connects again; meanwhile its other rank was killed."""
+    attempt = Attempt(tmp_path, nodes=2, ranks_per_node=2, whole_nodes=True, replacements=8)
+    with listen("127.0.0.1") as listener:
+        attempt.lose_agent(1, listener.getsockname()[1])
+        attempt.tick(attempt.spec.silence_s + 1)
+    assert attempt.coordinator.agents[1].lost
+    started = {"event": "started", "incarnation": 0}
+    ended = {**KILLED, "rank": 2, "incarnation": 0, "seen": SEEN, "ago_s": 0.0}
+    workers = [
+        {"rank": 2, "events": [{**started, "rank": 2}, ended]},
+        {"rank": 3, "events": [{**started, "rank": 3}]},
+    ]
+    attempt.coordinator.agent_connected(1, workers)
+    attempt.tick(MOMENT_S)
+    assert [c["rank"] for _, c in attempt.commands_of("kill")] == [3]
+    assert attempt.newest["gone"] == [2, 3]
+    attempt.end(3, -9)
+    attempt.tick(REST_S)
+    assert len(attempt.commands_of("start")) == 2
 
 
 @pytest.mark.parametrize("survive", [False, True])
@@ -784,7 +872,7 @@ def test_a_standstill_is_written_down_for_notify_though_the_disk_was_full(tmp_pa
             raise refusals.pop()
         write_json(*written)
 
-    monkeypatch.setattr("orchestrator.agent.coordinator.write_json", full_once)
+    monkeypatch.setattr("orchestrator.agent.standstills.write_json", full_once)
     stand(attempt, 1, "declared")
     attempt.tick(400.0)
     assert not attempt.run.stall(0).exists()
@@ -797,7 +885,7 @@ def test_a_standstill_ends_a_run_though_the_disk_is_full(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     attempt = Attempt(tmp_path, survive=False)
-    monkeypatch.setattr("orchestrator.agent.coordinator.write_json", refuse)
+    monkeypatch.setattr("orchestrator.agent.standstills.write_json", refuse)
     for rank in range(3):
         stand(attempt, rank, "waits")
     pass_s(attempt, HANG_S + 5)
@@ -975,6 +1063,20 @@ def test_an_evicted_node_leaves_the_outcome_to_the_nodes_that_continue(tmp_path,
     assert evicted.commands_of("end")
     assert (evicted.outcome is None) == others_live
     listener.close()
+
+
+def test_a_coordinator_whose_ranks_failed_while_it_was_stopped_does_not_end_the_others(tmp_path):
+    """They had lost all peers, and got no generation from it; another one has recorded one."""
+    attempt = Attempt(tmp_path)
+    attempt.record.publish(1, [1, 2], gone=[0])
+    with listen("127.0.0.1") as listener:
+        for index in (1, 2):
+            attempt.lose_agent(index, listener.getsockname()[1])
+        failure = failure_record(0, "node0", "a peer is lost", secondary=True)
+        attempt.end(0, 1, "failed", failure=failure)
+        pass_s(attempt, attempt.spec.silence_s + 3)
+    assert attempt.outcome is None
+    assert (0, {"command": "end", "again": True}) in attempt.commands_of("end")
 
 
 def test_an_evicted_coordinator_does_not_end_a_node_that_has_come_back(tmp_path):

@@ -12,6 +12,7 @@ from orchestrator.agent.links import Link, Peer, connect, line_of, sign
 from orchestrator.agent.node_spec import publish_agent, secret_of
 from orchestrator.agent.workers import STOP_SIGNALS
 from orchestrator.engine.common.rendezvous import listen
+from orchestrator.rundir.generations import GenerationRecord
 from tests.agent.specs import node_spec
 
 pytestmark = pytest.mark.whole_runs
@@ -120,6 +121,62 @@ def test_an_agent_whose_link_breaks_follows_again_who_has_spoken(agent, spoke):
         agent._follow()
     assert (agent._coordinator_link is not None) is spoke
     assert (agent._coordinator is not None) is not spoke
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_an_agent_that_was_replaced_while_it_was_stopped_ends(agent, senior, replaced):
+    if replaced:
+        publish_agent(node_spec(agent._spec.run, index=2, incarnation=1), 1)
+    senior.close()
+    agent._hear_coordinator()
+    assert agent._over is replaced
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_coordinator_that_was_stopped_learns_first_what_it_missed(agent, monkeypatch, replaced):
+    agent._take_over()
+    agent._beat_at = agent._clock()
+    record = GenerationRecord(agent._run.attempt(0))
+    for number, members in enumerate(([0, 1, 2], [0, 1])):
+        record.publish(number, members)
+    if replaced:
+        publish_agent(node_spec(agent._spec.run, index=2, incarnation=1), 1)
+    now = agent._clock._monotonic()
+    monkeypatch.setattr(agent._clock, "_monotonic", lambda: now + 20.0)
+    agent._turn()
+    assert agent._over is replaced
+    assert agent._coordinator._members == ([0, 1, 2] if replaced else [0, 1])
+
+
+def test_an_agent_without_workers_returns_to_the_coordinator_that_another_one_follows(
+    agent, senior
+):
+    agent._leave_coordinator(lost=True)  # it was silent
+    with listen("127.0.0.1") as listener:
+        publish_agent(node_spec(agent._spec.run, index=1), listener.getsockname()[1])
+        agent._follow()
+        assert agent._coordinator_link.peer_index == 1
+        for to, followed in ((None, 1), ([0, 0], 0)):
+            with listener.accept()[0] as other:
+                other.sendall(line_of({"command": "refer", "to": to}))
+                agent._hear_coordinator()
+                agent._return_to_coordinator()
+                agent._follow()
+                assert agent._coordinator_link.peer_index == followed
+                agent._leave_coordinator(lost=False)
+                agent._follow()
+
+
+def test_an_agent_refers_to_the_coordinator_that_it_follows(agent, senior):
+    port = agent._listener.getsockname()[1]
+    link = connect(Peer("127.0.0.1", port, 2), secret=agent._secret, node=1)
+    link.send(workers=[])
+    agent._accept()
+    [accepting] = agent._unauthenticated
+    agent._hear_follower(accepting)
+    [message] = link.receive()
+    assert message == {"command": "refer", "to": [0, 0]}
+    link.close()
 
 
 def test_a_peer_that_reads_late_delays_nobody_and_misses_nothing():

@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.generations import GenerationRecord
 from tests import helpers
 from tests.helpers import LIGHT, LIMIT_S, SMALL, TINY, environment, until
 
@@ -133,6 +135,31 @@ def test_a_node_that_is_stopped_is_not_started_again_once_the_run_has_ended(tmp_
     helpers.node_process(run, "node1").suspend()
     helpers.await_exit(launcher, 0, timeout=LIMIT_S)
     assert helpers.result(run)["updates"] == 30
+    assert not helpers.processes_of(run)
+
+
+def test_the_ranks_of_a_coordinator_that_was_stopped_come_back(tmp_path):
+    run = tmp_path / "run"
+    launcher = helpers.begin(
+        TINY,
+        SMALL,
+        "cluster.nodes=3",
+        "cluster.ranks_per_node=1",
+        f"run.dir={run}",
+        "job.pause_s=0.05",
+        "train.updates=100000",
+        "run.survive=true",
+        "cluster.heartbeat_timeout_s=2",
+    )
+    until(lambda: helpers.records(run), what="training")
+    record = GenerationRecord(RunDir(run).attempt(0))
+    agent = helpers.node_process(run, "node0")
+    agent.suspend()
+    until(lambda: record.read(1), what="the generation without its rank")
+    agent.resume()
+    until(lambda: len(record.newest()["members"]) == 3, what="its rank's return")
+    launcher.send_signal(signal.SIGINT)
+    helpers.await_exit(launcher, 3, timeout=LIMIT_S)
     assert not helpers.processes_of(run)
 
 

@@ -141,7 +141,7 @@ class SlurmCluster(BaseSlurmCluster):
     @classmethod
     def cancel_all(cls, runs: Sequence[RunDir], *, now: bool) -> dict[Path, str]:
         """Cancel runs by one scancel; see `handle.py`."""
-        return cancel_all(runs, now=now)
+        return {path: each.clause for path, each in cancel_all(runs, now=now).items()}
 
     @classmethod
     def handle(cls, run: RunDir) -> SlurmHandle:

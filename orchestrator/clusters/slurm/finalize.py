@@ -38,13 +38,12 @@ from orchestrator.clusters.slurm.client import (
     queued,
     retry_unanswered,
 )
+from orchestrator.clusters.slurm.decision import FRUITLESS, AttemptEnd, Decision, decide
 from orchestrator.clusters.slurm.diagnosis import (
-    AGENTS_KILLED,
     CAUSES,
     KILLED,
     SRUN_ENDED,
     SRUN_FAILED,
-    SRUN_KILLED,
     culprit_of,
     describe_agents_end,
     describe_srun_end,
@@ -58,6 +57,7 @@ from orchestrator.notify import Notifier
 from orchestrator.rundir.checkpoints import Fence, read_newest_attempt
 from orchestrator.rundir.files import (
     await_disk_space,
+    await_readable,
     is_own,
     read_json,
     read_text,
@@ -88,12 +88,9 @@ MARGIN_S = 90.0
 """SLURM sends its notice of a time limit up to a minute early, and checks limits twice a minute."""
 REQUEUE_PATIENCE_S = 600.0
 """For a requeue that gets no answer, and for answers that cannot be read."""
-MOST_READS, READ_PAUSE_S = 30, 2.0
-"""Of files on a network file system, which may not answer for a moment."""
 POLL_S = 0.5
 PAUSE_POLL_S = 1.0
 REACH_S = 1.0
-FRUITLESS = 10
 IN_PLACE = 3
 """Fruitless starts in one allocation, before the next is tried on other nodes."""
 PROGRAM_LEAST_S = 60.0
@@ -138,8 +135,7 @@ def finalize_in_job(
     if job is None or job.restarts != restarts or job.state not in OURS | {"CANCELLED"}:
         return Next.NOTHING
     orderly = departure is not None
-    if departure is None and (why := _cut_short(run, attempt, code, stop_signal, job.nodes)):
-        departure = departure_note(why)
+    departure = departure or _cut_short(run, attempt, code, stop_signal, job.nodes)
     outcome = read_outcome(run, attempt)
     cut_off = outcome is not None and outcome.state is not State.FINISHED
     if script_gone and cut_off and (departure is not None or not run.failures(attempt)):
@@ -320,8 +316,9 @@ def _daemons_listen(client: SlurmClient, nodes: str) -> bool:
 
 def _cut_short(
     run: RunDir, attempt: int, code: int, stop_signal: str, nodes: str = ""
-) -> str | None:
-    """Return why an attempt stopped without a failure or an orderly end; else None.
+) -> dict[str, Any] | None:
+    """Return the departure note of an attempt that stopped without a failure or an orderly end;
+    else None.
 
     Args:
         nodes: of the job, in SLURM's notation.
@@ -330,28 +327,31 @@ def _cut_short(
     outcome = read_outcome(run, attempt)
     if outcome is not None:
         missed, culprit = node_failure(run, attempt, names), outcome.culprit
-        if outcome.lost and missed and culprit is not None and culprit.rank is None:
+        why = outcome.lost
+        if why and missed and culprit is not None and culprit.rank is None:
             # Where srun misses a node's part of the step, it ends the others, whom agents miss.
             others = (
                 describe_srun_end(run, attempt) == SRUN_ENDED
                 and f"node {culprit.node} " not in missed
             )
-            return missed if others else outcome.lost
-        return outcome.lost
+            why = missed if others else why
+        return departure_note(why, lost=True) if why else None
     if not all(failure["secondary"] for failure in run.failures(attempt)):
         return None
     if failed := node_failure(run, attempt, names):
-        return failed
+        return departure_note(failed, lost=True)
     if code not in {*STOP_CODES, KILLED}:
         job_id = str((run.read_handle() or {}).get("job_id", "0"))
         began = any(run.attempt(attempt).glob("node-*.json"))
         # The allocation may have lost nodes since its first srun.
-        return SRUN_FAILED if code and not began and _srun_restarts(run, job_id) else None
+        in_vain = code and not began and _srun_restarts(run, job_id)
+        return departure_note(SRUN_FAILED, lost=True) if in_vain else None
     if stop_signal:
-        return f"its batch script was sent SIG{stop_signal}"
+        return departure_note(f"its batch script was sent SIG{stop_signal}")
     if code in STOP_CODES:
-        return "stopped before it began"
-    return describe_srun_end(run, attempt) or describe_agents_end(run, attempt)
+        return departure_note("stopped before it began")
+    why = describe_srun_end(run, attempt) or describe_agents_end(run, attempt)
+    return departure_note(why, lost=True) if why else None
 
 
 def finalize_patiently(finalize: Callable[[], Next]) -> Next:
@@ -360,17 +360,7 @@ def finalize_patiently(finalize: Callable[[], Next]) -> Next:
     Raises:
         RunFolderError: one is damaged, or cannot be read for longer.
     """
-    tries = 0
-    while True:
-        try:
-            return await_disk_space(finalize, print_note)
-        except RunFolderError as error:
-            tries, cause = tries + 1, error.__cause__
-            may_pass = isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
-            if not may_pass or tries == MOST_READS:
-                raise
-            print_note(f"{error}; trying again")
-            time.sleep(READ_PAUSE_S)
+    return await_readable(partial(await_disk_space, finalize, print_note), print_note)
 
 
 def finalize_without_script(run: RunDir, attempt: int, why: str) -> None:
@@ -419,44 +409,67 @@ def restart_or_end(
         write_result(run, State.STOPPED, Culprit(rank=None, node="scheduler", cause=cause))
         return False
     outcome = read_outcome(run, attempt)
-    state = None if outcome is None else outcome.state
-    well = state in (State.FINISHED, State.STOPPED)
-    # The script of a cancelled run that is requeued starts nothing.
-    well = well or (outcome is None and not any(run.attempt(attempt).glob("node-*.json")))
-    if run.cancel.exists() and (departure is not None or well):
-        write_result(run, State.STOPPED)
-        return False
-    may_restart = job.requeue or in_place
-    lost = departure is not None and _is_loss(run, attempt, departure.get("why"))
-    if departure is not None and well and not lost and not may_restart:
-        write_result(run, State.STOPPED, why=f"{departure['why']}; {NOT_REQUEUED}")
-        return False
     program = is_program(run.read_config()["job"])
-    if departure is None and (state is State.STOPPED or (program and state is State.FINISHED)):
-        write_result(run, state)  # no worker of a program could know that all had ended
-        return False
-    stuck = _describe_no_progress(run, attempt, (departure or {}).get("why"), program=program)
-    if stuck is not None:
-        write_result(run, State.FAILED, Culprit(rank=None, node="batch", cause=stuck))
-        return False
-    if may_restart and departure is not None:
+    end = AttemptEnd(
+        state=None if outcome is None else outcome.state,
+        began=any(run.attempt(attempt).glob("node-*.json")),
+        departed=departure is not None,
+        # Ranks that left in order may have done so for a loss, by the outcome.
+        lost=departure is not None and bool(departure.get("lost") or (outcome and outcome.lost)),
+        cancelled=run.cancel.exists(),
+        may_restart=job.requeue or in_place,
+        program=program,
+    )
+    decision = decide(end, partial(_count_fruitless, run, attempt))
+    why = "" if departure is None else str(departure["why"])
+    if decision is Decision.STOP:
+        write_result(run, State.STOPPED)
+    elif decision is Decision.STOP_IN_QUEUE:
+        write_result(run, State.STOPPED, why=f"{why}; {NOT_REQUEUED}")
+    elif decision is Decision.END and end.state is not None:
+        write_result(run, end.state)
+    elif decision is Decision.GIVE_UP:
+        cause = _describe_no_progress(run, attempt, why, lost=end.lost, program=program)
+        write_result(run, State.FAILED, Culprit(rank=None, node="batch", cause=cause))
+    elif decision is Decision.RESTART and departure is not None:
         _write_departure(run, attempt, departure, job, job.restarts)
         restart()
         return True
-    failure_culprit = culprit()
+    else:
+        return _judge_failure(
+            run,
+            attempt,
+            culprit(),
+            restart,
+            tell,
+            may_restart=end.may_restart,
+            departed=end.departed,
+        )
+    return False
+
+
+def _judge_failure(
+    run: RunDir,
+    attempt: int,
+    culprit: Culprit,
+    restart: Callable[..., None],
+    tell: Callable[[str], None],
+    *,
+    may_restart: bool,
+    departed: bool,
+) -> bool:
+    """Restart a failed run if `run.max_restarts` allows that, else write its end; return which."""
     allowed = int(run.read_config()["run"].get("max_restarts", 0))
     first = int((run.read_handle() or {}).get("attempt", 0))
-    decision = grant_restart(
-        run, attempt, failure_culprit, first=first, most=allowed if may_restart else 0
-    )
+    decision = grant_restart(run, attempt, culprit, first=first, most=allowed if may_restart else 0)
     if decision.restarts:
         pause_s = note_pause(run, attempt, decision.number, _lives_of_quick_failures(run, attempt))
         paused = describe_pause(run) if pause_s else None
         tell("; ".join(filter(None, [decision.message, paused])))
         restart(pause_s=pause_s)
     else:
-        remark = NOT_REQUEUED if departure is not None else decision.message
-        write_result(run, State.FAILED, failure_culprit, remark=remark)
+        remark = NOT_REQUEUED if departed else decision.message
+        write_result(run, State.FAILED, culprit, remark=remark)
     return decision.restarts
 
 
@@ -477,23 +490,16 @@ def _reason_to_stop(run: RunDir, job: Job, restarts: int) -> str | None:
     return stop_reason(job, time.time(), ahead_s, restarts)
 
 
-def _describe_no_progress(
-    run: RunDir, attempt: int, why: str | None, *, program: bool
-) -> str | None:
-    """Return a sentence if repeated starts made no progress: restarts would never end.
+def _describe_no_progress(run: RunDir, attempt: int, why: str, *, lost: bool, program: bool) -> str:
+    """Describe that repeated starts made no progress: restarts would never end.
 
     Args:
-        why: how this attempt was cut short; None if it failed.
+        why: how this attempt was cut short.
+        lost: by a loss, and by no stop.
     """
-    ended_by_others = _is_loss(run, attempt, why)
-    # A program's progress is not known here, and preemption may end it time and again.
-    if why is None or (program and not ended_by_others):
-        return None
-    if _count_fruitless(run, attempt) < FRUITLESS:
-        return None
     began = f"{FRUITLESS} starts in a row were stopped before "
     began += f"they had run for {PROGRAM_LEAST_S:.0f} s" if program else "one update was done"
-    if ended_by_others:
+    if lost:
         return (
             f"{began}, the last because {why}; {run.srun_log(attempt)} may have more, and the "
             "site's administrators may know by whom"
@@ -502,20 +508,6 @@ def _describe_no_progress(
         f"{began}; give the job more time (cluster.time_min), less notice "
         f"(cluster.signal_ahead_s), or shorter updates (accumulation.steps)"
     )
-
-
-def _is_loss(run: RunDir, attempt: int, why: str | None) -> bool:
-    """Return whether an attempt was cut short by no stop, but by a loss: of srun, of a node, or of
-    a rank that stood still for no fault of the job.
-    """
-    if why is None:
-        return False
-    outcome = read_outcome(run, attempt)
-    if outcome is not None and outcome.lost is not None:
-        return True
-    if why.startswith("node ") and why.endswith(" failed"):
-        return node_failure(run, attempt) is not None
-    return why in (SRUN_KILLED, SRUN_ENDED, SRUN_FAILED, AGENTS_KILLED)
 
 
 def _count_fruitless(run: RunDir, attempt: int) -> int:
@@ -612,11 +604,11 @@ def _finalize_locked(run: RunDir, seen: Job) -> str | None:
         return None
     departure = read_json(run.departure(attempt))
     if departure is None:
-        why = _cut_short(run, attempt, 0, "", job.nodes)
-        if not why and job.exit_signal and job.state == "FAILED" and not run.failures(attempt):
+        departure = _cut_short(run, attempt, 0, "", job.nodes)
+        killed = job.exit_signal and job.state == "FAILED" and not run.failures(attempt)
+        if departure is None and killed:
             # SLURM ends the ranks of a script that a signal has killed; they may have had no time.
-            why = "its batch script was killed"
-        departure = departure_note(why) if why else None
+            departure = departure_note("its batch script was killed")
     again = restart_or_end(
         run,
         attempt,

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -28,7 +29,6 @@ from orchestrator.rundir.outcome import describe_stop, write_result
 from orchestrator.rundir.status import DAMAGE
 
 CANCEL_S, POLL_S = 5.0, 0.5
-UNSENT = "nothing was sent"
 IS_OVER = ("invalid job id", "already completing or completed")
 FRESH_S = 2.5  # squeue needs a moment to know a new job
 QUERY_INTERVAL_S = 15.0  # a follower's calls of squeue: at most four a minute
@@ -36,11 +36,23 @@ RESULT_GRACE_S = 5.0
 UNSEEN_S = 15.0
 
 
-def cancel_all(runs: Sequence[RunDir], *, now: bool) -> dict[Path, str]:
+@dataclass(frozen=True, slots=True)
+class Cancellation:
+    """What happens to a run that is cancelled, as a clause: "is cancelled; …".
+
+    Attributes:
+        foreign: nothing does, since the job that its folder names is not the run's.
+    """
+
+    clause: str
+    foreign: bool = False
+
+
+def cancel_all(runs: Sequence[RunDir], *, now: bool) -> dict[Path, Cancellation]:
     """Stop runs at their next boundaries, or at once; waiting runs leave the queue.
 
     Returns:
-        What happens to each, without those that are over: "is cancelled; …".
+        What happens to each, without those that are over.
 
     Raises:
         ClusterError: the scheduler does not answer, or refuses. No run counts as cancelled then.
@@ -50,7 +62,7 @@ def cancel_all(runs: Sequence[RunDir], *, now: bool) -> dict[Path, str]:
         handle = run.read_handle()
         if handle is not None:
             clusters.setdefault(handle.get("slurm_conf"), []).append((run, str(handle["job_id"])))
-    outcomes: dict[Path, str] = {}
+    outcomes: dict[Path, Cancellation] = {}
     for conf, members in clusters.items():
         [*_, client] = [client_of(run, conf) for run, _ in members]
         jobs = queued(client, [job_id for _, job_id in members])
@@ -61,30 +73,34 @@ def cancel_all(runs: Sequence[RunDir], *, now: bool) -> dict[Path, str]:
             if job is None or not job.alive:
                 continue
             if not now and not job.waiting and (result := run.read_result()) is not None:
-                outcomes[run.path] = (
-                    f"is about to end: the run has ended ({result['state']}); {UNSENT}; --now ends "
-                    "the job at once"
+                outcomes[run.path] = Cancellation(
+                    f"is about to end: the run has ended ({result['state']}); nothing was sent; "
+                    "--now ends the job at once"
                 )
             elif job.state == "SUSPENDED" and not now and run.read_plan().get("program"):
-                outcomes[run.path] = f"is {job.suspended_by}; {UNSENT}; --now ends it at once"
+                outcomes[run.path] = Cancellation(
+                    f"is {job.suspended_by}; nothing was sent; --now ends it at once"
+                )
             elif is_ours(run, job):
                 (ends if now or job.waiting else stops)[run] = job
             else:
-                outcomes[run.path] = (
-                    f"which {run.handle} names, is not this run's: it runs {job.command}; {UNSENT}"
+                outcomes[run.path] = Cancellation(
+                    f"which {run.handle} names, is not this run's: it runs {job.command}; nothing "
+                    "was sent",
+                    foreign=True,
                 )
         _send(client, ends, "now")
         _send(client, stops, "stop", "--signal=USR2")
         _await_end(client, {run: job for run, job in ends.items() if job.waiting})
         for run in ends:
-            outcomes[run.path] = "is cancelled; resume goes on from what was saved"
+            outcomes[run.path] = Cancellation("is cancelled; resume goes on from what was saved")
         for run, job in stops.items():
             still = f"; until then, {job.suspended_by}" if job.suspended_by else ""
             try:
                 what = describe_stop(run)
             except DAMAGE as error:
                 what = f"is asked to stop; what it does then is not known ({error})"
-            outcomes[run.path] = f"{what}{still}; --now ends it at once"
+            outcomes[run.path] = Cancellation(f"{what}{still}; --now ends it at once")
     return outcomes
 
 
@@ -306,11 +322,11 @@ class SlurmHandle(Handle):
         return f"{self.title}, {job.state.lower()}"
 
     def cancel(self, run: RunDir, *, now: bool) -> str:
-        sentence = cancel_all([run], now=now).get(run.path)
-        if sentence is None:
+        cancellation = cancel_all([run], now=now).get(run.path)
+        if cancellation is None:
             raise ClusterError(
                 f"{run.path} is not queued or running ({self.title}); there is nothing to cancel"
             )
-        if sentence.endswith(UNSENT):
-            raise ClusterError(f"{self.title}, {sentence}")
-        return f"{self.title} {sentence}"
+        if cancellation.foreign:
+            raise ClusterError(f"{self.title}, {cancellation.clause}")
+        return f"{self.title} {cancellation.clause}"

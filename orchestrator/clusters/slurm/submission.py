@@ -195,6 +195,9 @@ def adopt(folder: RunDir) -> str:
         job = _job_of(client_of(folder, note["slurm_conf"]), note)
         if job is None:
             folder.submitting.unlink()
+            runs = [RunDir(folder.path / name) for name in elements]
+            if any(run.attempts_made() > note["attempt"] for run in runs):
+                return f"{folder.path}: its job has ended, and the accounting does not know it"
             return f"{folder.path}: the command that was to submit it was ended before sbatch did"
         _write_handles(folder, note, job)
     finally:

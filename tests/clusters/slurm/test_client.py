@@ -12,7 +12,7 @@ from orchestrator.clusters.api import State
 from orchestrator.clusters.slurm import handle as followed
 from orchestrator.clusters.slurm.client import Job
 from orchestrator.clusters.slurm.finalize import finalize_ended_job
-from orchestrator.clusters.slurm.handle import cancel_all
+from orchestrator.clusters.slurm.handle import SlurmHandle, cancel_all
 from orchestrator.clusters.slurm.submission import adopt, queue
 from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.rundir.files import write_json
@@ -94,7 +94,7 @@ def test_a_suspended_job_is_sent_no_signal_by_cancel(submitted, say, plan, marke
     say("scontrol", "")
     batch = submitted.submitit / "000.sh"
     calls = say("squeue", queue_line(State="SUSPENDED", Command=str(batch)))
-    sentence = cancel_all([submitted], now=False)[submitted.path]
+    sentence = cancel_all([submitted], now=False)[submitted.path].clause
     assert "`scontrol resume 7`" in sentence
     assert (submitted.cancel.exists(), "nothing was sent" in sentence) == (marked, not marked)
     assert not any(call.startswith("scancel") for call in calls())
@@ -102,11 +102,20 @@ def test_a_suspended_job_is_sent_no_signal_by_cancel(submitted, say, plan, marke
     assert "scancel 7" in calls()
 
 
+@pytest.mark.parametrize("now", [False, True])
+def test_another_runs_job_is_not_cancelled(submitted, say, now):
+    calls = say("squeue", queue_line(Command="/another/script.sh"))
+    with pytest.raises(ClusterError, match=r"job 7, .* is not this run's: it runs /another/scri"):
+        SlurmHandle(submitted).cancel(submitted, now=now)
+    assert not submitted.cancel.exists()
+    assert not any(call.startswith("scancel") for call in calls())
+
+
 def test_cancel_says_of_an_ended_run_that_its_job_is_about_to_end(submitted, say):
     write_json(submitted.result, {"state": "finished"})
     say("scancel", "")
     calls = say("squeue", queue_line(Command=str(submitted.submitit / "000.sh")))
-    sentence = cancel_all([submitted], now=False)[submitted.path]
+    sentence = cancel_all([submitted], now=False)[submitted.path].clause
     assert "the run has ended (finished); nothing was sent" in sentence
     assert not submitted.cancel.exists()
     cancel_all([submitted], now=True)
@@ -351,6 +360,27 @@ def test_another_user_completes_no_submission(tmp_path, say, monkeypatch):
     with pytest.raises(ClusterError, match="only its owner can complete"):
         adopt(run)
     assert run.submitting.exists()
+
+
+@pytest.mark.parametrize("began", [False, True])
+def test_a_submission_that_no_job_is_known_of_is_not_denied_where_its_job_began(
+    tmp_path, say, began
+):
+    """The command was killed; squeue forgets a job minutes after its end, and sacct may be off."""
+    run = make_run(tmp_path / "run")
+    write_json(run.submission, {"cluster": "slurm", "attended": False})
+    batch = str(run.submitit / "000.sh")
+    note = {"script": batch, "attempt": 0, "before": "", "time": 0.0, "elements": [""]}
+    write_json(run.submitting, {**note, "kind": "slurm", "slurm_conf": None})
+    if began:
+        run.begin_attempt()
+    say("squeue", "")
+    say("sacct", "")
+    [status], [sentence] = statuses([run])
+    assert ("was ended before sbatch did" in sentence) is not began
+    assert (status.reason == "it was never submitted") is not began
+    assert status.state == "lost"
+    assert not run.submitting.exists()
 
 
 def test_a_full_disk_says_why_no_job_is_stopped_and_lets_it_be_ended(submitted, say, monkeypatch):

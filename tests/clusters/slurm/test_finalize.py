@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import socket
 import threading
@@ -42,7 +43,7 @@ from orchestrator.clusters.slurm.task import _Watch, set_nodes
 from orchestrator.config.schema import Config, RunConfig
 from orchestrator.errors import START_AGAIN, ClusterError, RunFolderError
 from orchestrator.rundir.files import read_json, write_json
-from orchestrator.rundir.outcome import read_outcome
+from orchestrator.rundir.outcome import departure_note, read_outcome
 from orchestrator.rundir.status import from_folder
 from tests.agent.specs import node_spec
 from tests.clusters.slurm.queue_lines import queue_line
@@ -109,7 +110,7 @@ def test_a_coordinator_without_a_script_ends_only_a_job_whose_run_ended(run, mon
 
 
 def test_finalization_waits_for_space_on_a_full_disk(run, monkeypatch):
-    full = [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) for _ in range(3)]
+    full = [OSError(code, os.strerror(code)) for code in (errno.ESTALE, *[errno.ENOSPC] * 3)]
     monkeypatch.setattr("time.sleep", lambda _: None)
 
     def finalize(*_):
@@ -122,6 +123,7 @@ def test_finalization_waits_for_space_on_a_full_disk(run, monkeypatch):
         after(str(run.path), "0", "0", "")
     assert (ended_with.value.code, full) == (START_AGAIN, [])
     full = [OSError(errno.EIO, os.strerror(errno.EIO))]
+    monkeypatch.setattr("orchestrator.rundir.files.READ_PATIENCE_S", 0.0)
     with pytest.raises(OSError, match="Input/output"):
         after(str(run.path), "0", "0", "")
 
@@ -133,7 +135,7 @@ STALE = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
     ("cause", "failures", "code"),
     [
         (STALE, 3, START_AGAIN),
-        (STALE, 1000, None),
+        (STALE, math.inf, None),
         (FileNotFoundError(), 1, None),
         (None, 1, None),  # it is damaged
     ],
@@ -141,12 +143,16 @@ STALE = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 def test_finalization_waits_for_a_file_system_that_does_not_answer(
     run, monkeypatch, cause, failures, code
 ):
-    left = [RunFolderError("outcome.json cannot be read") for _ in range(failures)]
+    calls = 0
     monkeypatch.setattr("time.sleep", lambda _: None)
+    if failures == math.inf:
+        monkeypatch.setattr("orchestrator.rundir.files.READ_PATIENCE_S", 0.0)
 
     def finalize(*_):
-        if left:
-            raise left.pop() from cause
+        nonlocal calls
+        calls += 1
+        if calls <= failures:
+            raise RunFolderError("outcome.json cannot be read") from cause
         return Next.NEW_SRUN
 
     monkeypatch.setattr("orchestrator.clusters.slurm.finalize.finalize_in_job", finalize)
@@ -155,7 +161,8 @@ def test_finalization_waits_for_a_file_system_that_does_not_answer(
     if code is None:
         assert "was neither requeued nor ended: outcome.json" in ended_with.value.code
     else:
-        assert (ended_with.value.code, left) == (code, [])
+        assert ended_with.value.code == code
+    assert calls == {3: 4, 1: 1}.get(failures, calls)
 
 
 def test_an_outcome_that_a_full_disk_did_not_take_is_written_once_there_is_space(run, monkeypatch):
@@ -212,6 +219,11 @@ def test_an_agent_that_is_started_again_knows_all_nodes_of_the_attempt(run, monk
     assert (spec.index, spec.names, spec.incarnation) == (1, ("n4", "n5", "n6"), 0)
     publish_agent(spec, 1)
     assert agent_spec(run, 0, config, os.environ).incarnation == 1
+
+
+def why_cut_short(*how):
+    note = _cut_short(*how)
+    return note and note["why"]
 
 
 def concluded(run, attempt, *, job=JOB, departure=LEFT, culprit=BEYOND, in_place=False):
@@ -465,18 +477,26 @@ def test_an_attempt_was_cut_short_where_srun_was_stopped_or_killed(run, code, se
     for index in range(2):
         write_json(run.node_ranks(0, index), {"node": f"n{index}", "ranks": [index]})
     run.srun_log(0).write_text(said)
-    assert _cut_short(run, 0, code, sent) == why
+    assert why_cut_short(run, 0, code, sent) == why
     write_failure(run, 0, secondary=True)  # which only saw the others end
-    assert _cut_short(run, 0, code, sent) == why
+    assert why_cut_short(run, 0, code, sent) == why
     write_failure(run, 0)
-    assert _cut_short(run, 0, code, sent) is None
+    assert why_cut_short(run, 0, code, sent) is None
+
+
+@pytest.mark.parametrize(
+    ("code", "sent", "lost"), [(KILLED, "", True), (KILLED, "USR1", False), (143, "", False)]
+)
+def test_a_loss_is_told_from_a_stop(run, code, sent, lost):
+    attempts(run, 1)
+    assert _cut_short(run, 0, code, sent).get("lost", False) is lost
 
 
 @pytest.mark.parametrize("lost", [None, "node n1 stopped answering"])
 def test_where_there_is_an_outcome_it_says_what_was_lost(run, lost):
     attempts(run, 1)
     ended(run, 0, "failed", lost=lost)
-    assert _cut_short(run, 0, KILLED, "TERM") == lost
+    assert why_cut_short(run, 0, KILLED, "TERM") == lost
 
 
 def test_the_node_that_srun_missed_is_the_cause_of_the_loss_of_the_others(run):
@@ -485,14 +505,14 @@ def test_the_node_that_srun_missed_is_the_cause_of_the_loss_of_the_others(run):
     ended(run, 0, "failed", culprit=lost, lost="node n1 stopped answering")
     write_json(run.node_ranks(0, 0), {"node": "n0", "ranks": [0]})
     run.srun_log(0).write_text(f"{MISSING} 0\nsrun: Job step aborted: Waiting up to 5 seconds\n")
-    assert _cut_short(run, 0, KILLED, "") == "node n0 failed"
+    assert why_cut_short(run, 0, KILLED, "") == "node n0 failed"
 
 
 def test_a_node_that_failed_before_its_agent_began_is_named_by_the_jobs_list(run):
     attempts(run, 1)
     run.srun_log(0).write_text(f"{MISSING} 1\n")
-    assert _cut_short(run, 0, KILLED, "", "n[3,7-9]") == "node n7 failed"
-    assert _cut_short(run, 0, KILLED, "", "n3") == "node 1 failed"
+    assert why_cut_short(run, 0, KILLED, "", "n[3,7-9]") == "node n7 failed"
+    assert why_cut_short(run, 0, KILLED, "", "n3") == "node 1 failed"
 
 
 @pytest.mark.parametrize("program", [True, False])
@@ -563,11 +583,11 @@ def test_an_allocation_is_used_again_unless_its_nodes_are_wanted_or_suspect(run,
     ended(run, 0, "failed", culprit=BEYOND)
     assert usable()
     run.srun_log(0).write_text("srun: error: Task launch for StepId=7.1 failed on node n1: refused")
-    assert _cut_short(run, 0, 1, "") is None
+    assert why_cut_short(run, 0, 1, "") is None
     assert not usable()
     assert usable(daemons_listen=True)  # then a process of the step has failed, no node
     run.outcome(0).unlink()
-    assert _cut_short(run, 0, 1, "") == "node n1 failed"
+    assert why_cut_short(run, 0, 1, "") == "node n1 failed"
 
 
 class Nodes:
@@ -598,16 +618,16 @@ def test_an_srun_that_could_start_no_agent_is_not_tried_again_in_place(run):
     attempts(run, 1)
     assert not _is_usable(run, 0, JOB, 1)
     assert _is_usable(run, 0, JOB, KILLED)
-    assert _cut_short(run, 0, 1, "") is None
+    assert why_cut_short(run, 0, 1, "") is None
     write_json(run.handle, {"kind": "slurm", "job_id": "77", "attempt": 0, "slurm_conf": None})
     run.srun_restarts("77").write_text("1\n")  # it could, in this allocation
-    assert _cut_short(run, 0, 1, "") == SRUN_FAILED
+    assert why_cut_short(run, 0, 1, "") == SRUN_FAILED
 
 
 @pytest.mark.parametrize("program", [True, False])
 def test_an_srun_that_is_killed_again_and_again_is_tried_elsewhere_and_ends(run, program):
     configure(run, job={"command": ["true"]} if program else {"_target_": "a.B"})
-    departure = {"why": SRUN_KILLED, "updates": None, "time": 2.0}
+    departure = departure_note(SRUN_KILLED, lost=True)
     usable = []
     for attempt in range(FRUITLESS):
         run.begin_attempt()
@@ -630,7 +650,7 @@ def test_a_node_that_stops_answering_again_and_again_ends_the_run_with_that_caus
         run.begin_attempt()
         outcome = {"state": "failed", "lost": lost, "culprit": {**culprit, "usage": False}}
         write_json(run.outcome(attempt), outcome)
-        departure = {"why": _cut_short(run, attempt, 1, ""), "updates": None, "time": 2.0}
+        departure = _cut_short(run, attempt, 1, "")
         assert departure["why"] == lost
         again, _, end = concluded(run, attempt, departure=departure)
         assert again == (attempt < FRUITLESS - 1)
@@ -639,12 +659,12 @@ def test_a_node_that_stops_answering_again_and_again_ends_the_run_with_that_caus
 
 def test_a_job_that_is_not_requeued_goes_on_in_its_allocation_or_fails(run):
     attempts(run, 1)
-    job, departure = replace(JOB, requeue=False), {"why": SRUN_KILLED, "updates": None, "time": 2.0}
+    job, departure = replace(JOB, requeue=False), departure_note(SRUN_KILLED, lost=True)
     assert concluded(run, 0, job=job, departure=departure, in_place=True)[:2] == (True, 1)
     again, _, end = concluded(run, 0, job=job, departure=departure)
     assert (again, end["state"]) == (False, "failed")
     run.result.unlink()
-    stop = {**departure, "why": "its batch script was sent SIGTERM"}  # before it began
+    stop = departure_note("its batch script was sent SIGTERM")  # before it began
     assert concluded(run, 0, job=job, departure=stop)[2]["state"] == "stopped"
 
 
@@ -653,7 +673,7 @@ def test_a_program_that_ran_for_some_time_may_lose_its_srun_again(run):
     attempts(run, FRUITLESS + 2)
     write_json(run.node_ranks(5, 0), {"node": "n0", "ranks": [0]})
     write_json(run.departure(5), {"why": SRUN_KILLED, "updates": None, "time": time.time() + 61})
-    departure = {"why": SRUN_KILLED, "updates": None, "time": 2.0}
+    departure = departure_note(SRUN_KILLED, lost=True)
     assert concluded(run, FRUITLESS + 1, departure=departure)[0]
 
 

@@ -1,0 +1,66 @@
+"""The choice of the worker that saves the last boundary of a failed attempt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from orchestrator.agent.worker_state import WorkerState
+
+GRACE_S = 1.0
+"""Time for the remaining workers to write failure records."""
+SAVE_S = 30.0
+"""Time for the others to leave their windows, so that one of them saves the last boundary."""
+ELECT_S = 5.0
+"""Time from the first of them that has left its window to the choice of the one that saves."""
+
+
+class SaverElection:
+    """Choice of who saves: of the live members the one with the most updates, the first of these.
+    One that has failed itself comes last: what its state is on a device after an error is not
+    certain, and all may have failed alike.
+
+    They differ by one update at most, but only those that have left their windows know theirs.
+
+    Args:
+        hang_s: the limit of a hang.
+
+    Attributes:
+        saver: the rank that saves; None before it is chosen.
+    """
+
+    def __init__(self, hang_s: float) -> None:
+        self._hang_s = hang_s
+        self._elect_at: float | None = None  # at the latest
+        self._answers_by = 0.0
+        self.saver: int | None = None
+
+    def elect(self, now: float, members: Sequence[WorkerState]) -> float | None:
+        """Choose one of the live members, if that is due.
+
+        Returns:
+            Until when to wait for what follows; None: no longer than before.
+        """
+        able = [worker for worker in members if worker.can_save]
+        if not able:
+            return None
+        wait_until: float | None = None
+        if self._elect_at is None:
+            self._elect_at = wait_until = now + SAVE_S
+            self._answers_by = now + GRACE_S
+        # One that has not answered yet may have the most updates.
+        silent = any(worker.can_save is None for worker in members)
+        if silent and now < self._answers_by:
+            return wait_until
+        ready = [worker for worker in able if worker.left_after is not None]
+        if not ready:
+            return wait_until
+        # While only failed ones are ready, the others get all of `SAVE_S`.
+        if not all(worker.failed for worker in ready):
+            self._elect_at = min(self._elect_at, now + ELECT_S)
+        if len(ready) == len(able) or now >= self._elect_at:
+            self.saver = max(
+                ready, key=lambda worker: (not worker.failed, worker.left_after or 0)
+            ).rank
+            # A large state takes as long as a slow disk needs.
+            wait_until = now + max(SAVE_S, self._hang_s)
+        return wait_until
