@@ -66,7 +66,7 @@ class HollowWorkers:
 
     @property
     def alive(self) -> list[HollowWorker]:
-        return [worker for worker in self.all.values() if "exit" not in worker.events]
+        return [worker for worker in self.all.values() if worker.status is None]
 
     def start(self, rank: int, incarnation: int) -> None:
         self.all[rank] = HollowWorker(rank, incarnation)
