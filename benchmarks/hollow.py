@@ -64,6 +64,10 @@ class HollowWorkers:
         self.report = report
         self.all: dict[int, HollowWorker] = {}
 
+    @property
+    def alive(self) -> list[HollowWorker]:
+        return [worker for worker in self.all.values() if worker.status is None]
+
     def start(self, rank: int, incarnation: int) -> None:
         self.all[rank] = HollowWorker(rank, incarnation)
         self.report({"event": "started", "rank": rank, "incarnation": incarnation})

@@ -523,9 +523,9 @@ class Agent:
         Only once all workers have ended: the coordinator, which did not hear this agent, has
         evicted them.
         """
-        if self._coordinator_link is None or self._workers.alive:
+        if self._coordinator_link is None or self._referred not in self._lost_peers:
             return
-        if self._referred in self._lost_peers:
+        if not self._workers.alive:
             self._lost_peers.discard(self._referred)
             self._referred = None
             self._leave_coordinator(lost=False)
