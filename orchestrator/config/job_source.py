@@ -20,7 +20,9 @@ from pathlib import Path
 from orchestrator.config.program import ProgramConfig
 from orchestrator.errors import JobError, did_you_mean, expand_user, nearest
 from orchestrator.job import COUPLED_METHODS
+from orchestrator.source.imports import imported_files
 from orchestrator.source.modules import (
+    PACKAGE,
     ClassSource,
     Definition,
     cached,
@@ -186,6 +188,7 @@ def _builds_optimizer(source: ClassSource) -> bool | None:
     return bool(returned)
 
 
+CURRENT_RUN = "current_run"
 ELF = b"\x7fELF"
 PYTHONS = ("python", "python3")
 MOST_NAMED = 200
@@ -235,6 +238,39 @@ def script_of(program: ProgramConfig) -> Path | None:
     if program.is_module or not (os.sep in program.target or Path(program.target).exists()):
         return None
     return Path(os.path.abspath(expand_user(program.target)))  # noqa: PTH100  # keeps links
+
+
+def calls_current_run(program: ProgramConfig, methods: Collection[str]) -> bool:
+    """Return whether a Python program, or a module that it imports, calls one of these methods of
+    `current_run`, as its source has it.
+    """
+    path = script_of(program)
+    if program.is_module:
+        spec = find_module(f"{program.target}.__main__") or find_module(program.target)
+        path = Path(spec.origin) if spec is not None and spec.origin is not None else None
+    if path is None or path.suffix != ".py":
+        return False
+    files, _ = imported_files({path: program.target if program.is_module else ""})
+    return any(_calls_current_run(file, methods) for file in files if file.suffix == ".py")
+
+
+def _calls_current_run(path: Path, methods: Collection[str]) -> bool:
+    try:
+        nodes = list(ast.walk(ast.parse(path.read_bytes())))
+    except (OSError, SyntaxError, ValueError):  # the import itself reports the error
+        return False
+    imports = any(
+        alias.name.partition(".")[0] == PACKAGE.name or alias.name == CURRENT_RUN
+        for node in nodes
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    )
+    return imports and any(
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in methods
+        for node in nodes
+    )
 
 
 def is_this_python(word: str) -> bool:

@@ -45,7 +45,7 @@ from orchestrator.rundir.checkpoints import (
 )
 from orchestrator.rundir.files import is_own, read_text, write_atomically, write_json
 from orchestrator.rundir.folder import INITIAL_DIGEST, LABELS, RESUMES, RunDir
-from orchestrator.runs.inputs import INPUTS, accepted, differences
+from orchestrator.runs.inputs import INPUTS, accepted, differences, has_done_nothing
 from orchestrator.units import format_count, plural
 
 
@@ -459,7 +459,7 @@ def changed_inputs(run: RunDir, resumed: Resumption) -> list[str]:
     accepted what had changed. Nothing counts where no update is done, nor other paths of data that
     are asked for, nor initial weights: the run has a copy.
     """
-    if not resumed.done and not is_program(resumed.config.job):
+    if not resumed.done and (not is_program(resumed.config.job) or has_done_nothing(run)):
         return []
     before = run.read_submission().get(INPUTS) or {}
     moved = {

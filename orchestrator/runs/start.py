@@ -55,7 +55,7 @@ from orchestrator.rundir.lock import locked
 from orchestrator.rundir.metrics import Tail
 from orchestrator.runs.branch import branch_of, keep_initial_state
 from orchestrator.runs.follow import OutputOptions, PreparedRun, handle_of, interrupts
-from orchestrator.runs.inputs import INPUTS, inputs_of
+from orchestrator.runs.inputs import INPUTS, has_done_nothing, inputs_of
 from orchestrator.runs.resume import (
     PYTHONPATH,
     changed_inputs,
@@ -319,6 +319,8 @@ def prepared_resume(
             if checkpoint is None and run.attempts_made():
                 notes.append(f"{run.path} has no checkpoint yet: it begins again at update 0")
             notes += passed_over
+        elif run.attempts_made() and has_done_nothing(run):
+            notes.append(f"{run.path} has no update and no checkpoint yet: its program begins anew")
         other_speeds = BALANCE in {change.key for change in resumed.changes}
         if resumed.changes:
             prepare(config, new=False)
