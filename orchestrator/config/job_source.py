@@ -20,7 +20,7 @@ from pathlib import Path
 from orchestrator.config.program import ProgramConfig
 from orchestrator.errors import JobError, did_you_mean, expand_user, nearest
 from orchestrator.job import COUPLED_METHODS
-from orchestrator.source.imports import imported_files
+from orchestrator.source.imports import files_of_module, imported_files
 from orchestrator.source.modules import (
     PACKAGE,
     ClassSource,
@@ -240,17 +240,33 @@ def script_of(program: ProgramConfig) -> Path | None:
     return Path(os.path.abspath(expand_user(program.target)))  # noqa: PTH100  # keeps links
 
 
+def source_files(target: str | ProgramConfig) -> tuple[dict[Path, str], bool]:
+    """Return the files of the user's own that a job or program imports, with its own and the names
+    of their modules, and whether these are certainly all.
+
+    Args:
+        target: a job's class, by its dotted name, or a program.
+    """
+    before, files = list(sys.path), dict[Path, str]()
+    if isinstance(target, str):
+        files |= files_of_module(target.rpartition(".")[0])
+    elif target.is_module:
+        files |= files_of_module(target.target)
+        files |= files_of_module(f"{target.target}.__main__")
+    elif script := copied_script(target):
+        files[script] = "__main__"
+        sys.path.insert(0, str(script.parent))  # as Python does when it runs the script
+    try:
+        return imported_files(files)
+    finally:
+        sys.path[:] = before
+
+
 def calls_current_run(program: ProgramConfig, methods: Collection[str]) -> bool:
     """Return whether a Python program, or a module that it imports, calls one of these methods of
     `current_run`, as its source has it.
     """
-    path = script_of(program)
-    if program.is_module:
-        spec = find_module(f"{program.target}.__main__") or find_module(program.target)
-        path = Path(spec.origin) if spec is not None and spec.origin is not None else None
-    if path is None or path.suffix != ".py":
-        return False
-    files, _ = imported_files({path: program.target if program.is_module else ""})
+    files, _ = source_files(program)
     return any(_calls_current_run(file, methods) for file in files if file.suffix == ".py")
 
 

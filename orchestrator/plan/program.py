@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from orchestrator.config.job_source import copied_script
+from orchestrator.config.job_source import calls_current_run, copied_script
 from orchestrator.config.program import program_of
 from orchestrator.config.schema import Config, node_range
 from orchestrator.plan.plan_warnings import idle_gpus
@@ -15,6 +15,11 @@ NOT_KNOWN = (
     "a program's batch, losses and weights are its own: nothing here splits its data, makes its "
     "update exact or counts what its ranks send, and after a restart it goes on from what it saves "
     "and loads itself (docs/how-to/programs.md)"
+)
+OF_WINDOWS = (
+    "its loop over run.windows() splits its data, makes its updates exact and loads its newest "
+    "checkpoint after a restart; its batch and weights are known once it runs "
+    "(docs/how-to/library.md)"
 )
 
 
@@ -87,7 +92,7 @@ def _like_ours(command: tuple[str, ...]) -> Iterator[str]:
 def notes_of_program(config: Config) -> list[str]:
     """Return notes to print with its plan."""
     program = program_of(config.job)
-    notes = [NOT_KNOWN]
+    notes = [OF_WINDOWS if calls_current_run(program, ("windows",)) else NOT_KNOWN]
     apart = not program.is_module and copied_script(program) is None
     if config.cluster.kind != "local" and config.run.snapshot and apart:
         notes.append(

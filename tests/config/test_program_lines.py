@@ -12,7 +12,7 @@ from orchestrator.config.command_line import program_overrides, read_command_lin
 from orchestrator.config.composer import Composer
 from orchestrator.config.program import program_of
 from orchestrator.config.reading import read_config, to_yaml
-from orchestrator.plan.program import plan_of_program
+from orchestrator.plan.program import notes_of_program, plan_of_program
 from tests.programs import script
 
 AWKWARD = "'\"\\${},[]=() ~a:#&*!|>%@`\n\t-0\u00e4\u4e2d\u00a0\u2028"
@@ -110,3 +110,13 @@ def test_keys_of_ours_after_the_dashes_go_to_the_program_and_that_is_said():
     plan = plan_of_program(read_config(config.values))
     assert plan.argv == ("train.py", *others, *ours)
     assert [said.partition(" comes after --")[0] for said in plan.warnings] == ours
+
+
+@pytest.mark.parametrize("method", ["windows", "report"])
+def test_the_note_on_a_plan_is_another_for_a_loop_over_windows(tmp_path, monkeypatch, method):
+    monkeypatch.chdir(tmp_path)
+    script(tmp_path, "import loop\n")
+    script(tmp_path, f"from orchestrator import current_run as r\nr.{method}(8)\n", "loop.py")
+    config = Composer(read_command_line(["--", "train.py"])).compose()
+    [note] = notes_of_program(read_config(config.values))
+    assert ("nothing here splits its data" in note) is (method == "report")
