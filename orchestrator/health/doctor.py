@@ -33,6 +33,7 @@ from orchestrator.config.composer import compose
 from orchestrator.config.frameworks import facts_of
 from orchestrator.errors import ClusterError, UsageError
 from orchestrator.health import exchange
+from orchestrator.machine import npu_count
 from orchestrator.plugins import FRAMEWORK_FACTS
 from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir
@@ -137,7 +138,7 @@ COMMAND_S = 10.0
 def devices() -> Iterator[CheckResult]:
     """Report GPUs and NPUs, their drivers and toolkits."""
     gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-    npus = sum(path.name[7:].isdigit() for path in Path("/dev").glob("davinci*"))
+    npus = npu_count()
     if not gpus and not npus:
         yield CheckResult(
             "devices",
