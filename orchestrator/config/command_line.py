@@ -181,6 +181,11 @@ def check_overrides(
             continue
         if override in VERBS or override in COMMANDS.ours:
             way = f"a verb follows python -m orchestrator: python -m orchestrator {override}"
+        elif verb == "resume":
+            way = (
+                "resume starts the same program or job with the same words again, and takes "
+                "settings of the run alone; for other words start a new run"
+            )
         elif override.endswith((".yaml", ".yml")):
             file = shlex.quote(str(Path(override).parent)), shlex.quote(Path(override).stem)
             way = "a configuration is named by --config-dir {} --config-name {}".format(*file)

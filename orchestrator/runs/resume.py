@@ -414,7 +414,7 @@ def _with_overrides(
     """Return the configuration `old` with the overrides. Raises `ConfigError`."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    check_overrides(overrides)
+    check_overrides(overrides, verb="resume")
     values = literal_container(old)
     keys = {key_of(text) for text in overrides}
     with config_errors():

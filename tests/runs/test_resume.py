@@ -152,6 +152,7 @@ def test_what_leaves_the_numbers_alone_is_taken(make_run, begun, asked):
         ([], "train.updats=20", "did you mean 'updates'"),
         ([], "train.updates", "train.updates"),
         ([], "~train.seed", "KEY=VALUE"),
+        ([], "src/win.py", "'src/win.py' is not KEY=VALUE: resume starts the same program"),
         ([], "train.updates=20,30", "KEY=VALUE"),
         ([], "run.dir=/tmp/other", "the run is its folder"),
     ],
