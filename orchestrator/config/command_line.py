@@ -277,6 +277,23 @@ def overrides_of(key: str, value: Any) -> list[str]:
     return [f"{key}={_as_hydra(key, value)}"]
 
 
+UNQUOTED = re.compile(r"(?!(?:null|true|false|nan|inf)\Z)[A-Za-z_~./][\w./:@%+-]*", re.IGNORECASE)
+"""Texts that Hydra reads as they are."""
+
+
+def typed_setting(key: str, value: Any) -> str:
+    r"""Return the override, or overrides, of `overrides_of` as they are typed in a shell.
+
+    >>> print(typed_setting("train.initial_weights", "/a/run"), typed_setting("job.samples", 4))
+    train.initial_weights=/a/run job.samples=4
+    >>> print(typed_setting("job.path", "/my data"))
+    'job.path='"'"'/my data'"'"''
+    """
+    plain = isinstance(value, str | PurePath) and UNQUOTED.fullmatch(str(value))
+    texts = [f"{key}={value}"] if plain else overrides_of(key, value)
+    return " ".join(map(shlex.quote, texts))
+
+
 def _as_hydra(key: str, value: Any) -> str:
     if value is None:
         return "null"

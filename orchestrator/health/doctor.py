@@ -35,6 +35,7 @@ from orchestrator.errors import ClusterError, UsageError
 from orchestrator.health import exchange
 from orchestrator.machine import npu_count
 from orchestrator.plugins import FRAMEWORK_FACTS
+from orchestrator.report.terminal import command
 from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import read_metrics
@@ -408,7 +409,7 @@ def trial_findings(run: RunDir, exit_code: int) -> Iterator[CheckResult]:
     where = f"{plural(plan.get('ranks') or 0, 'rank')} on {plural(plan.get('nodes') or 0, 'node')}"
     if exit_code:
         why = describe_end(result) or f"exit code {exit_code}"
-        remedy = f"python -m orchestrator logs {run.path}; name the network: cluster.interface="
+        remedy = f"{command('logs', run.path)}; name the network: cluster.interface="
         yield CheckResult("collective", f"{where}: {why}", BAD, remedy)
         return
     yield CheckResult("runs", f"{run.path} was written here and read on {where}, and back")

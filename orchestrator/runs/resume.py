@@ -23,6 +23,7 @@ from orchestrator.config.command_line import (
     check_overrides,
     key_of,
     to_hydra,
+    typed_setting,
 )
 from orchestrator.config.composer import Composer, resolve
 from orchestrator.config.messages import config_errors
@@ -178,7 +179,9 @@ def refuse_other_numbers(
             f"{run}/checkpoints"
         )
     else:
-        lines.append(advise_new_run(run, done, " ".join(change.text for change in others)))
+        lines.append(
+            advise_new_run(run, done, " ".join(typed_setting(c.key, c.after) for c in others))
+        )
     raise ConfigError("\n".join(lines))
 
 
@@ -191,8 +194,9 @@ def advise_new_run(run: str, done: int, settings: str = "these settings") -> str
         )
     return (
         f"to go on from these weights with other settings, start a new run: "
-        f"train.initial_weights={run}, or train.initial_state={run} with its optimizer's state "
-        f"and place in the data"
+        f"{typed_setting('train.initial_weights', run)}, or "
+        f"{typed_setting('train.initial_state', run)} with its optimizer's state and place in the "
+        "data"
     )
 
 

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import re
+import shlex
 import sys
 from dataclasses import asdict
 from datetime import datetime, timedelta
@@ -12,8 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from orchestrator.config.changes import Kind, changes, flat
-from orchestrator.config.composer import compose
+from orchestrator.config.changes import Change, Kind, changes, flat
+from orchestrator.config.command_line import CommandLine
+from orchestrator.config.composer import Composer, compose
 from orchestrator.config.reading import read_config, to_yaml
 from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError, RunFolderError
@@ -24,7 +26,13 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import is_locked
 from orchestrator.runs import start
 from orchestrator.runs.follow import OutputOptions
-from orchestrator.runs.resume import record, resumption, submission_directory
+from orchestrator.runs.resume import (
+    advise_new_run,
+    record,
+    refuse_other_numbers,
+    resumption,
+    submission_directory,
+)
 from orchestrator.runs.start import wrap_disk_errors
 from tests.run_folders import Screen
 
@@ -180,6 +188,30 @@ def test_before_the_first_checkpoint_the_advice_is_to_launch_again(make_run):
         ConfigError, match=r"was of 48 so far.*\n.*launch again with these settings"
     ):
         resumption_of(run, ["accumulation.global_batch=64"])
+
+
+def test_paths_in_advice_can_be_copied_to_a_shell(tmp_path):
+    run = RunDir(tmp_path / "my run" / "it's")
+    run.create()
+    run.write_config("")
+    with pytest.raises(RunFolderError) as refused:
+        run.create()
+    [line] = re.findall(r"orchestrator (resume .*); for a new", str(refused.value))
+    assert shlex.split(line) == ["resume", str(run.path)]
+
+    def written(advice):
+        [word] = shlex.split(advice)
+        line = CommandLine(overrides=("job=digits", "+job.path=x", word))
+        values = Composer(line).compose().values
+        return values["train"]["initial_weights"] or values["job"]["path"]
+
+    advice = advise_new_run(str(run.path), 4).partition("new run: ")[2].partition(", or ")[0]
+    assert written(advice) == str(run.path)
+    for path in ("/a b/(1)", "/a/b", "null", "it's ${x}"):
+        change = Change(key="job.path", before=None, after=path)
+        with pytest.raises(ConfigError) as refused:
+            refuse_other_numbers([change], "run", 0, program=False, own_optimizer=False)
+        assert written(str(refused.value).partition("launch again with ")[2]) == path
 
 
 def test_another_order_of_additions_is_said_and_reproducible_mode_has_none(make_run, tmp_path):
