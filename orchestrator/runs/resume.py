@@ -167,7 +167,7 @@ def refuse_other_numbers(
     lines: list[str] = []
     for change in others:
         why = OTHER_FOLDER.get(change.key) or (
-            f"it was {_shown(change.before)}"
+            f"it was {change.text_before}"
             + ", and the updates that are done were made with that" * (done > 0 or program)
         )
         if change.key.startswith("optimizer.") and own_optimizer:
@@ -331,9 +331,7 @@ class Resumption:
             of = "" if total is None else f" of {format_count(total)}"
             where = f"going on after update {format_count(self.done)}{of}"
         ranks = f"{plural(self.plan.ranks, 'rank')} on {plural(self.plan.nodes, 'node')}"
-        return ", ".join(
-            [where, ranks, *(f"{c.text} (was {_shown(c.before)})" for c in self.changes)]
-        )
+        return ", ".join([where, ranks, *(f"{c.text} (was {c.text_before})" for c in self.changes)])
 
 
 def resumption(
@@ -385,10 +383,6 @@ def resumption(
         done=done,
         warning=warning,
     )
-
-
-def _shown(value: Any) -> str:
-    return "null" if value is None else str(value)
 
 
 def plan_of_run(config: Config, known: Mapping[str, Any]) -> Plan | ProgramPlan:

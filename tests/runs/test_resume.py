@@ -121,6 +121,8 @@ def test_what_leaves_the_numbers_alone_is_taken(make_run, begun, asked):
         ([], "experiment=jepa_240", "resume cannot take experiment"),
         ([], "job._target_=a.C", "it was a.B"),
         (["+job.width=3"], "job.width=4", "job.width=4: it was 3"),
+        ([], "job.width=4", "job.width=4: it was not set"),
+        (["+job.width=null"], "job.width=4", "job.width=4: it was null"),
         ([], "train.precision=float64", "train.precision=float64"),
         ([], "train.clip_norm=1", "train.clip_norm"),
         ([], "schedule.base_lr=0.1", "learning rate of update 1 would be 0.1"),
