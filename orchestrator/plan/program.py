@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from pathlib import PurePath
 from typing import Any
 
-from orchestrator.config.job_source import calls_current_run, copied_script
+from orchestrator.config.job_source import (
+    PYTHONS,
+    calls_current_run,
+    copied_script,
+    is_this_python,
+)
 from orchestrator.config.program import program_of
 from orchestrator.config.schema import Config, node_range
 from orchestrator.plan.plan_warnings import idle_gpus
@@ -68,7 +76,11 @@ def plan_of_program(config: Config) -> ProgramPlan:
         argv=(*start, *program.argv),
         style=program.style,
         stop_signal=program.stop_signal,
-        warnings=(*_like_ours(program.command), *idle_gpus(config)),
+        warnings=(
+            *_like_ours(program.command),
+            *_other_python(program.target),
+            *idle_gpus(config),
+        ),
     )
 
 
@@ -87,6 +99,17 @@ def _like_ours(command: tuple[str, ...]) -> Iterator[str]:
                 f"{argument} comes after --, so it is an argument of {command[0]}; ours come "
                 f"before --"
             )
+
+
+def _other_python(target: str) -> Iterator[str]:
+    """Yield a note if the program is a Python of PATH that is not the launcher's."""
+    path = shutil.which(target) if PurePath(target).name.startswith(PYTHONS) else None
+    if path is not None and not is_this_python(target):
+        yield (
+            f"{target} is {path}, not the launcher's {sys.executable}: it may lack packages that "
+            "this one has (ModuleNotFoundError); to run the program with the launcher's, leave it "
+            "out: -- train.py, or -- -m package.train"
+        )
 
 
 def notes_of_program(config: Config) -> list[str]:
