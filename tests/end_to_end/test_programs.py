@@ -476,7 +476,7 @@ def test_every_verb_has_a_word_for_programs_that_report_and_for_those_that_do_no
         r"updates +1\b.*loss +0\.1250", helpers.verb("status", reporting).stdout, re.DOTALL
     )
     assert re.search(r"train\.py .*\n.*updates +\u2013", helpers.verb("status", silent).stdout)
-    assert "last loss  0.1250" in helpers.verb("attach", reporting).stdout
+    assert re.search(r"last loss +0\.1250", helpers.verb("attach", reporting).stdout)
     assert "given" in helpers.verb("logs", silent).stdout
     refused = helpers.verb("compare", reporting, silent, code=2)
     assert "is a program's, which saves its weights its own way" in refused.stderr
