@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         all_gather,
         all_reduce_mean,
         all_reduce_sum,
+        with_norms,
     )
     from orchestrator.errors import (
         ClusterError,
@@ -88,6 +89,7 @@ __all__ = [
     "run_in_threads",
     "start",
     "start_sweep",
+    "with_norms",
 ]
 _HOMES = {
     "Job": "job",

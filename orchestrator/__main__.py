@@ -6,9 +6,17 @@ but `export` imports a framework.
 
 from __future__ import annotations
 
+import os.path
+import sys
+
+from orchestrator.interrupt import leave_at_interrupt, raise_at_interrupt
+
+SCRIPT = "orchestrator"
+if __name__ == "__main__" or os.path.basename(sys.argv[0]) == SCRIPT:  # noqa: PTH119
+    leave_at_interrupt()
+
 import functools
 import itertools
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -572,7 +580,7 @@ def doctor(
 
 def main() -> None:
     """Run the verbs, as `python -m orchestrator` and as the console script `orchestrator`."""
-    script = Path(sys.argv[0]).name == "orchestrator"
+    script = Path(sys.argv[0]).name == SCRIPT
     if script and not sys.flags.safe_path:
         # A job is imported from the working folder, as ranks do and as with `python -m`; a script
         # has its own folder there instead.
@@ -580,6 +588,7 @@ def main() -> None:
     arguments, program = sys.argv[1:], list[str]()
     before = list(itertools.takewhile(lambda word: word != "--", arguments))
     try:
+        raise_at_interrupt()
         with exit_on_broken_pipe():
             try:
                 add_commands(before)

@@ -5,27 +5,21 @@ Signals are handled before anything slow is imported.
 
 from __future__ import annotations
 
-import os
+from orchestrator.interrupt import leave, leave_at_interrupt
+
+if __name__ == "__main__":
+    leave_at_interrupt()
+
 import signal
 import sys
 from collections.abc import Sequence
 
 from orchestrator.errors import (
     EXIT_FINISHED,
-    EXIT_INTERRUPTED,
     ConfigError,
     OrchestratorError,
     require_cwd,
 )
-
-
-def _leave(*_: object) -> None:
-    """End at once: before a run folder exists (see `Interrupts`) nothing needs cleaning up.
-
-    This avoids KeyboardInterrupt, which libraries turn into errors of their own.
-    """
-    os.write(2, b"interrupted\n")
-    os._exit(EXIT_INTERRUPTED)
 
 
 def run_app(arguments: Sequence[str]) -> int:
@@ -75,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: in place of the process's own.
     """
-    before = signal.signal(signal.SIGINT, _leave)
+    before = signal.signal(signal.SIGINT, leave)
     try:
         from orchestrator.report.terminal import exit_on_broken_pipe, print_error
 

@@ -76,6 +76,22 @@ def visible_gpus(env: Mapping[str, str]) -> list[str]:
     return [str(number) for number in range(count)]
 
 
+def device_count(env: Mapping[str, str]) -> int:
+    """Return how many GPUs or NPUs this process may use.
+
+    >>> device_count({"CUDA_VISIBLE_DEVICES": "0,2"}), device_count({"CUDA_VISIBLE_DEVICES": ""})
+    (2, 0)
+    """
+    if (npus := env.get("ASCEND_RT_VISIBLE_DEVICES")) is not None:
+        return sum(bool(name.strip()) for name in npus.split(","))
+    return len(visible_gpus(env)) or (0 if gpu_variable(env) in env else npu_count())
+
+
+def npu_count() -> int:
+    """Return how many Ascend NPUs this machine has."""
+    return sum(path.name[7:].isdigit() for path in Path("/dev").glob("davinci*"))
+
+
 def share_gpus(
     gpus: list[str], nodes: int, width: int, *, common: bool = False
 ) -> list[list[str]] | None:

@@ -14,19 +14,17 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-import sys
 from collections.abc import Iterator, Mapping
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.job_source import copied_script
+from orchestrator.config.job_source import copied_script, source_files
 from orchestrator.config.program import ProgramConfig
 from orchestrator.errors import RunFolderError
 from orchestrator.rundir.files import make_folder, read_json, remove, write_json
 from orchestrator.source.git import GitRefusal, code_state, is_secret, listed_files
-from orchestrator.source.imports import files_of_module, imported_files
 from orchestrator.source.modules import (
     PACKAGE,
     cached,
@@ -196,19 +194,7 @@ def code_files(target: str | ProgramConfig) -> list[Path]:
     Args:
         target: a job's class, by its dotted name, or a program.
     """
-    before, files = list(sys.path), dict[Path, str]()  # with the name of each file's module
-    if isinstance(target, str):
-        files |= files_of_module(target.rpartition(".")[0])
-    elif target.is_module:
-        files |= files_of_module(target.target)
-        files |= files_of_module(f"{target.target}.__main__")
-    elif script := copied_script(target):
-        files[script] = "__main__"
-        sys.path.insert(0, str(script.parent))  # as Python does when it runs the script
-    try:
-        files, complete = imported_files(files)
-    finally:
-        sys.path[:] = before
+    files, complete = source_files(target)
     return sorted({*files, *(() if complete else python_files(target))})
 
 

@@ -92,11 +92,16 @@ OTHER_FOLDER = {"run.dir": "the run is its folder", "run.name": "it names a new 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """One key that is set to another value."""
+    """One key that is set to another value.
+
+    Attributes:
+        is_new: the key was not set before, as an argument with a default need not be.
+    """
 
     key: str
     before: Any
     after: Any
+    is_new: bool = False
 
     @property
     def kind(self) -> Kind:
@@ -109,6 +114,17 @@ class Change:
     def text(self) -> str:
         """The change as it would be typed."""
         return f"{self.key}={'null' if self.after is None else self.after}"
+
+    @property
+    def text_before(self) -> str:
+        """The value before.
+
+        >>> [change.text_before for change in changes({"a": None}, {"a": 1, "b": 2})]
+        ['null', 'not set']
+        """
+        if self.is_new:
+            return "not set"
+        return "null" if self.before is None else str(self.before)
 
 
 def _kind_of(key: str) -> Kind:
@@ -167,7 +183,7 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]
     """
     old, new = flat(before), flat(after)
     return [
-        Change(key=key, before=old.get(key), after=new.get(key))
+        Change(key=key, before=old.get(key), after=new.get(key), is_new=key not in old)
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
         and repr(old.get(key)) != repr(new.get(key))  # NaN

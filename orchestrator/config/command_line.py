@@ -181,6 +181,11 @@ def check_overrides(
             continue
         if override in VERBS or override in COMMANDS.ours:
             way = f"a verb follows python -m orchestrator: python -m orchestrator {override}"
+        elif verb == "resume":
+            way = (
+                "resume starts the same program or job with the same words again, and takes "
+                "settings of the run alone; for other words start a new run"
+            )
         elif override.endswith((".yaml", ".yml")):
             file = shlex.quote(str(Path(override).parent)), shlex.quote(Path(override).stem)
             way = "a configuration is named by --config-dir {} --config-name {}".format(*file)
@@ -270,6 +275,23 @@ def overrides_of(key: str, value: Any) -> list[str]:
                 raise ConfigError(f"{key} has the key {name!r}, which is no name of a setting")
         return [text for name, item in items for text in overrides_of(f"{key}.{name}", item)]
     return [f"{key}={_as_hydra(key, value)}"]
+
+
+UNQUOTED = re.compile(r"(?!(?:null|true|false|nan|inf)\Z)[A-Za-z_~./][\w./:@%+-]*", re.IGNORECASE)
+"""Texts that Hydra reads as they are."""
+
+
+def typed_setting(key: str, value: Any) -> str:
+    r"""Return the override, or overrides, of `overrides_of` as they are typed in a shell.
+
+    >>> print(typed_setting("train.initial_weights", "/a/run"), typed_setting("job.samples", 4))
+    train.initial_weights=/a/run job.samples=4
+    >>> print(typed_setting("job.path", "/my data"))
+    'job.path='"'"'/my data'"'"''
+    """
+    plain = isinstance(value, str | PurePath) and UNQUOTED.fullmatch(str(value))
+    texts = [f"{key}={value}"] if plain else overrides_of(key, value)
+    return " ".join(map(shlex.quote, texts))
 
 
 def _as_hydra(key: str, value: Any) -> str:

@@ -20,7 +20,9 @@ from pathlib import Path
 from orchestrator.config.program import ProgramConfig
 from orchestrator.errors import JobError, did_you_mean, expand_user, nearest
 from orchestrator.job import COUPLED_METHODS
+from orchestrator.source.imports import files_of_module, imported_files
 from orchestrator.source.modules import (
+    PACKAGE,
     ClassSource,
     Definition,
     cached,
@@ -186,6 +188,7 @@ def _builds_optimizer(source: ClassSource) -> bool | None:
     return bool(returned)
 
 
+CURRENT_RUN = "current_run"
 ELF = b"\x7fELF"
 PYTHONS = ("python", "python3")
 MOST_NAMED = 200
@@ -235,6 +238,55 @@ def script_of(program: ProgramConfig) -> Path | None:
     if program.is_module or not (os.sep in program.target or Path(program.target).exists()):
         return None
     return Path(os.path.abspath(expand_user(program.target)))  # noqa: PTH100  # keeps links
+
+
+def source_files(target: str | ProgramConfig) -> tuple[dict[Path, str], bool]:
+    """Return the files of the user's own that a job or program imports, with its own and the names
+    of their modules, and whether these are certainly all.
+
+    Args:
+        target: a job's class, by its dotted name, or a program.
+    """
+    before, files = list(sys.path), dict[Path, str]()
+    if isinstance(target, str):
+        files |= files_of_module(target.rpartition(".")[0])
+    elif target.is_module:
+        files |= files_of_module(target.target)
+        files |= files_of_module(f"{target.target}.__main__")
+    elif script := copied_script(target):
+        files[script] = "__main__"
+        sys.path.insert(0, str(script.parent))  # as Python does when it runs the script
+    try:
+        return imported_files(files)
+    finally:
+        sys.path[:] = before
+
+
+def calls_current_run(program: ProgramConfig, methods: Collection[str]) -> bool:
+    """Return whether a Python program, or a module that it imports, calls one of these methods of
+    `current_run`, as its source has it.
+    """
+    files, _ = source_files(program)
+    return any(_calls_current_run(file, methods) for file in files if file.suffix == ".py")
+
+
+def _calls_current_run(path: Path, methods: Collection[str]) -> bool:
+    try:
+        nodes = list(ast.walk(ast.parse(path.read_bytes())))
+    except (OSError, SyntaxError, ValueError):  # the import itself reports the error
+        return False
+    imports = any(
+        alias.name.partition(".")[0] == PACKAGE.name or alias.name == CURRENT_RUN
+        for node in nodes
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    )
+    return imports and any(
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in methods
+        for node in nodes
+    )
 
 
 def is_this_python(word: str) -> bool:

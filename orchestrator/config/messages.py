@@ -46,8 +46,19 @@ ELSEWHERE = {
     "learning_rate": "schedule.base_lr",
     "batch_size": "accumulation.global_batch",
     "accumulation_steps": "accumulation.steps",
+    "accumulate_grad_batches": "accumulation.steps",
     "gradient_accumulation_steps": "accumulation.steps",
+    "per_device_train_batch_size": "accumulation.micro_batch",
     "max_grad_norm": "train.clip_norm",
+    "gradient_clip_val": "train.clip_norm",
+    "max_epochs": "train.epochs",
+    "num_train_epochs": "train.epochs",
+    "max_steps": "train.updates",
+    "num_workers": "train.loader_workers",
+    "dataloader_num_workers": "train.loader_workers",
+    "nproc_per_node": "cluster.ranks_per_node",
+    "nnodes": "cluster.nodes",
+    "num_nodes": "cluster.nodes",
     "data_dir": "job.data_dir",
     "output_dir": "run.dir",
 }
@@ -68,8 +79,10 @@ def no_such_key(key: str) -> str:
     siblings = [k.removeprefix(f"{section}.") for k in known if k.rpartition(".")[0] == section]
     elsewhere = [k for k in known if k.rpartition(".")[2] == leaf]
     tail = did_you_mean(leaf, siblings)
-    if nearest(leaf, siblings) is None and (leaf in ELSEWHERE or elsewhere):
-        tail = did_you_mean(suggestion := ELSEWHERE.get(leaf) or elsewhere[0], [suggestion])
+    if leaf in ELSEWHERE:
+        tail = did_you_mean(ELSEWHERE[leaf], [ELSEWHERE[leaf]])
+    elif nearest(leaf, siblings) is None and elsewhere:
+        tail = did_you_mean(elsewhere[0], elsewhere[:1])
     elif elsewhere and leaf not in siblings:
         tail = did_you_mean(elsewhere[0], elsewhere)
     return f"there is no key '{key}'{tail}"
@@ -180,6 +193,7 @@ MESSAGES = {
 
 
 def _known(text: str) -> str | None:
+    text = text.replace("'++", "'")  # of `to_hydra`, which nobody typed
     for pattern, message in MESSAGES.items():
         if match := re.search(pattern, text):
             return message.format(*match.groups())

@@ -22,6 +22,10 @@ CHOICES = {
 KEYS = ("command", "arguments", "resume_arguments", "style", *CHOICES)
 NEWEST = re.compile(r"\{newest:([^}]+)\}")
 """Placeholder in `resume_arguments`: the newest file that matches a pattern."""
+INTERPRETER = re.compile(r"(?:python|pypy)[\d.]*|(?:ba|da|k|z)?sh")
+CODE = re.compile(r"-[A-Za-z]*c")  # code follows, no script
+OPTIONS_WITH_VALUE = ("-W", "-X", "-o")
+"""Of Python and of shells: a word follows."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 MEANINGLESS = ("optimizer", "accumulation", "schedule", "train", "engine", "facts", "transport")
 """Sections that say how we train; a program trains by itself."""
@@ -66,15 +70,22 @@ class ProgramConfig:
 
     @property
     def name(self) -> str:
-        """For a run's folder, and the scheduler.
+        """For a run's folder, and the scheduler: of a script, also after `python` or `bash`.
 
         >>> ProgramConfig(command=("scripts/train.py",)).name
         'train'
         >>> ProgramConfig(command=("-m", "a.b")).name
         'b'
+        >>> ProgramConfig(command=("python", "-u", "x.py")).name
+        'x'
         """
-        last = self.target.rpartition(".")[2] if self.is_module else PurePath(self.target).stem
-        return (last or self.target).lower()
+        words = self.command
+        if INTERPRETER.fullmatch(PurePath(words[0]).name):
+            words = _interpreted(words[1:]) or words
+        is_module = words[0] == "-m"
+        target = words[1] if is_module else words[0]
+        last = target.rpartition(".")[2] if is_module else PurePath(target).stem
+        return (last or target).lower()
 
     @property
     def argv(self) -> tuple[str, ...]:
@@ -85,6 +96,24 @@ class ProgramConfig:
         """
         typed = self.command[2 if self.is_module else 1 :]
         return (*typed, *render(self.arguments, self.argument_style))
+
+
+def _interpreted(words: Sequence[str]) -> Sequence[str]:
+    """Return an interpreter's arguments from its script, or its `-m`, on; none if it has neither.
+
+    >>> _interpreted(["-W", "ignore", "-u", "x.py", "--lr"]), _interpreted(["-c", "print()"])
+    (['x.py', '--lr'], [])
+    """
+    rest = iter(range(len(words)))
+    for index in rest:
+        word = words[index]
+        if CODE.fullmatch(word):
+            break
+        if not word.startswith("-") or (word == "-m" and index + 1 < len(words)):
+            return words[index:]
+        if word in OPTIONS_WITH_VALUE:
+            next(rest, None)
+    return []
 
 
 def with_newest_files(argv: Sequence[str]) -> list[str]:

@@ -27,12 +27,14 @@ class Bound:
 
     Attributes:
         choice: the values that it may have.
+        elsewhere: other tools' names of such values, each with ours.
         plugin_kind: where installed packages may add such values.
         least, most: the smallest and largest number.
         above: a finite number that it must be above.
     """
 
     choice: tuple[str, ...] = ()
+    elsewhere: Mapping[str, str] = field(default_factory=dict[str, str])
     plugin_kind: PluginKind | None = None
     least: float | None = None
     above: float | None = None
@@ -43,7 +45,8 @@ class Bound:
         if self.plugin_kind is not None:
             return self.plugin_kind.refusal(value)
         if self.choice and value not in self.choice:
-            meant = did_you_mean(str(value), self.choice).partition("; known are: ")[0]
+            meant = did_you_mean(self.elsewhere.get(str(value), str(value)), self.choice)
+            meant = meant.partition("; known are: ")[0]
             return f"{dotted} must be one of {', '.join(self.choice)}, but is {value!r}{meant}"
         if value is not None and self.least is not None and value < self.least:
             return (
@@ -58,9 +61,11 @@ class Bound:
         return None
 
 
-def choice(*allowed: str, default: str | None = None) -> Any:
+def choice(
+    *allowed: str, default: str | None = None, elsewhere: Mapping[str, str] | None = None
+) -> Any:
     """Define a field that is one of these values; the first by default."""
-    bound = Bound(choice=allowed)
+    bound = Bound(choice=allowed, elsewhere=elsewhere or {})
     return field(default=allowed[0] if default is None else default, metadata={"bound": bound})
 
 
@@ -240,6 +245,14 @@ class ScheduleConfig:
     decay: str = choice("cosine", "linear", "none", default="none")
 
 
+PRECISIONS_ELSEWHERE = {
+    **dict.fromkeys(("bf16-mixed", "bf16"), "bfloat16"),
+    **dict.fromkeys(("16-mixed", "16", "fp16", "half"), "float16"),
+    **dict.fromkeys(("32-true", "32", "fp32"), "float32"),
+    **dict.fromkeys(("64-true", "64", "fp64", "double"), "float64"),
+}
+
+
 @dataclass
 class TrainConfig:
     """Length, precision, evaluations and checkpoints of the training."""
@@ -249,7 +262,9 @@ class TrainConfig:
     samples: int | None = number(None, least=1)
     seed: int = number(0, least=0)
     clip_norm: float | None = number(None, above=0)
-    precision: str = choice("float32", "bfloat16", "float16", "float64")
+    precision: str = choice(
+        "float32", "bfloat16", "float16", "float64", elsewhere=PRECISIONS_ELSEWHERE
+    )
     evaluate_every: int | None = number(None, least=0)
     checkpoint_every: int | None = number(None, least=0)
     keep_checkpoints: int = number(2, least=1, most=10**6)

@@ -34,7 +34,9 @@ from orchestrator.config.composer import compose
 from orchestrator.config.frameworks import facts_of
 from orchestrator.errors import ClusterError, UsageError
 from orchestrator.health import exchange
+from orchestrator.machine import npu_count
 from orchestrator.plugins import FRAMEWORK_FACTS
+from orchestrator.report.terminal import command
 from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import read_metrics
@@ -154,7 +156,7 @@ COMMAND_S = 10.0
 def devices() -> Iterator[CheckResult]:
     """Report GPUs and NPUs, their drivers and toolkits."""
     gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-    npus = sum(path.name[7:].isdigit() for path in Path("/dev").glob("davinci*"))
+    npus = npu_count()
     if not gpus and not npus:
         yield CheckResult(
             "devices",
@@ -424,7 +426,7 @@ def trial_findings(run: RunDir, exit_code: int) -> Iterator[CheckResult]:
     where = f"{plural(plan.get('ranks') or 0, 'rank')} on {plural(plan.get('nodes') or 0, 'node')}"
     if exit_code:
         why = describe_end(result) or f"exit code {exit_code}"
-        remedy = f"python -m orchestrator logs {run.path}; name the network: cluster.interface="
+        remedy = f"{command('logs', run.path)}; name the network: cluster.interface="
         yield CheckResult("collective", f"{where}: {why}", BAD, remedy)
         return
     yield CheckResult("runs", f"{run.path} was written here and read on {where}, and back")

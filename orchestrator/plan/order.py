@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import shlex
 from bisect import bisect_left, bisect_right
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
@@ -236,17 +237,18 @@ class DataOrder:
 
     def _refuse_branch(self, branch: Branch) -> None:
         where = f"{branch.run} after update {branch.updates}"
+        setting = shlex.quote(f"train.initial_weights={branch.run}")
         if branch.dataset_samples != self.dataset_samples:
             raise PlanError(
                 f"{INITIAL_STATE}: {where} had a place in a data set of {branch.dataset_samples} "
                 f"samples, but this one has {self.dataset_samples}; to begin with the weights "
-                f"alone, use train.initial_weights={branch.run}"
+                f"alone, use {setting}"
             )
         if self.shards and branch.shards_digest not in (None, self.shards.digest):
             raise PlanError(
                 f"{INITIAL_STATE}: {where} had a place in shards of other lengths, so samples "
                 "would come in another order; to begin with the weights alone, use "
-                f"train.initial_weights={branch.run}"
+                f"{setting}"
             )
         if self.shards and branch.position and branch.lanes not in (None, self.shards.lanes):
             raise PlanError(

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from pathlib import PurePath
 from typing import Any
 
-from orchestrator.config.job_source import copied_script
+from orchestrator.config.job_source import (
+    PYTHONS,
+    calls_current_run,
+    copied_script,
+    is_this_python,
+)
 from orchestrator.config.program import program_of
 from orchestrator.config.schema import Config, node_range
 from orchestrator.plan.plan_warnings import idle_gpus
@@ -15,6 +23,11 @@ NOT_KNOWN = (
     "a program's batch, losses and weights are its own: nothing here splits its data, makes its "
     "update exact or counts what its ranks send, and after a restart it goes on from what it saves "
     "and loads itself (docs/how-to/programs.md)"
+)
+OF_WINDOWS = (
+    "its loop over run.windows() splits its data, makes its updates exact and loads its newest "
+    "checkpoint after a restart; its batch and weights are known once it runs "
+    "(docs/how-to/library.md)"
 )
 
 
@@ -63,7 +76,11 @@ def plan_of_program(config: Config) -> ProgramPlan:
         argv=(*start, *program.argv),
         style=program.style,
         stop_signal=program.stop_signal,
-        warnings=(*_like_ours(program.command), *idle_gpus(config)),
+        warnings=(
+            *_like_ours(program.command),
+            *_other_python(program.target),
+            *idle_gpus(config),
+        ),
     )
 
 
@@ -84,10 +101,21 @@ def _like_ours(command: tuple[str, ...]) -> Iterator[str]:
             )
 
 
+def _other_python(target: str) -> Iterator[str]:
+    """Yield a note if the program is a Python of PATH that is not the launcher's."""
+    path = shutil.which(target) if PurePath(target).name.startswith(PYTHONS) else None
+    if path is not None and not is_this_python(target):
+        yield (
+            f"{target} is {path}, not the launcher's {sys.executable}: it may lack packages that "
+            "this one has (ModuleNotFoundError); to run the program with the launcher's, leave it "
+            "out: -- train.py, or -- -m package.train"
+        )
+
+
 def notes_of_program(config: Config) -> list[str]:
     """Return notes to print with its plan."""
     program = program_of(config.job)
-    notes = [NOT_KNOWN]
+    notes = [OF_WINDOWS if calls_current_run(program, ("windows",)) else NOT_KNOWN]
     apart = not program.is_module and copied_script(program) is None
     if config.cluster.kind != "local" and config.run.snapshot and apart:
         notes.append(

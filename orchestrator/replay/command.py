@@ -17,6 +17,7 @@ from orchestrator.replay.printing import print_bisection, print_replay, print_sa
 from orchestrator.replay.recorded import RecordedRun
 from orchestrator.replay.replaying import replay_update
 from orchestrator.replay.scratch import Request, scratch
+from orchestrator.report.terminal import command as command_line
 from orchestrator.report.terminal import print_json, say
 
 PLACES = ("cluster", "cluster.kind", "cluster.nodes", "cluster.ranks_per_node")
@@ -80,7 +81,7 @@ def replay(
     if (update is None) == (not around_spike):
         raise UsageError(
             "replay needs one of --update N, --around-spike and --sample I, as in "
-            f"python -m orchestrator replay {run} --update {recorded.last}"
+            f"{command_line('replay', run)} --update {recorded.last}"
         )
     if leaf is not None and not debug:
         raise UsageError(f"--leaf {leaf} is the micro-step for --debug, which is missing; add it")

@@ -359,7 +359,7 @@ def _rows(
     rows += _survived(result)
     rows += [
         ("time", format_seconds(summary.seconds), ""),
-        ("speed", format_rate(summary.samples_per_second), ""),
+        ("speed of updates", format_rate(summary.samples_per_second), ""),
         *((label, text, "") for label, text in _balance(plan)),
     ]
     if summary.time_shares:
@@ -394,7 +394,7 @@ def _rows_of_program(
     if summary.seconds:
         rows.append(("time", format_seconds(summary.seconds), ""))
     if summary.samples_per_second:
-        rows.append(("speed", format_rate(summary.samples_per_second), ""))
+        rows.append(("speed of updates", format_rate(summary.samples_per_second), ""))
     return rows
 
 

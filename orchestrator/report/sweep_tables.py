@@ -65,10 +65,12 @@ def describe_outcome(run: RunDir) -> str:
     if why := describe_end(result):
         return why.partition("\n")[0]
     figures = summarize(result, Figures())
+    # A program need not record its updates.
+    is_counted = figures.updates or not run.read_plan().get("program")
     return ", ".join(
         [
             f"{figures.state}",
-            plural(figures.updates, "update"),
+            *([plural(figures.updates, "update")] if is_counted else []),
             *([] if figures.loss is None else [f"loss {format_number(figures.loss)}"]),
             *([] if figures.seconds is None else [format_seconds(figures.seconds)]),
         ]

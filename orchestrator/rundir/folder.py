@@ -11,6 +11,7 @@ import functools
 import os
 import re
 import secrets
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Container, Mapping
@@ -222,7 +223,8 @@ class RunDir:
         if self.config.exists():
             raise RunFolderError(
                 f"run.dir={path} holds another run; to continue that one: "
-                f"python -m orchestrator resume {path}; for a new run choose another folder"
+                f"python -m orchestrator resume {shlex.quote(str(path))}; for a new run choose "
+                "another folder"
             )
         if any(path.iterdir()):
             raise RunFolderError(f"run.dir={path} is not empty; it must be a new or empty folder")

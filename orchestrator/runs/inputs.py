@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.changes import flat
-from orchestrator.config.job_source import copied_script
+from orchestrator.config.job_source import calls_current_run, copied_script
 from orchestrator.config.program import is_program, program_of, target_of
 from orchestrator.config.schema import Config
 from orchestrator.errors import RunFolderError
 from orchestrator.rundir.checkpoints import file_sha256, kept_checkpoint, split_reference
-from orchestrator.rundir.files import names_in
+from orchestrator.rundir.files import names_in, read_json
 from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.metrics import read_metrics
 from orchestrator.snapshot import code_files
 from orchestrator.source.modules import PACKAGE, cached, find_class, is_in_interpreter
 
@@ -37,6 +38,8 @@ MOST_FILES = 10_000
 # Prefixes of keys that name data; a command's arguments may be paths.
 KEYS = ("job.", "train.initial_weights", "train.initial_state")
 NO_NAMES = ("", ".", "..")
+REPORTS = "reports"  # a program's source records its updates
+MOST_UNRECORDED_S = 60.0  # of a program that records nothing and is taken to have done nothing
 
 
 def inputs_of(config: Config) -> dict[str, Any]:
@@ -45,13 +48,31 @@ def inputs_of(config: Config) -> dict[str, Any]:
     Returns:
         `code`: SHA-256 of each file, by path; `data`: a digest of each file's or folder's stamps,
         by what names it; `versions` of Python and of the packages that compute.
+        Of a program that records its updates also `reports`: true.
     """
     files = code_files(target_of(config.job))
-    return {
+    inputs: dict[str, Any] = {
         "code": {str(path): _sha256(path) for path in files},
         "data": {key: _stamp(path) for key, path in _data(config)},
         "versions": dict(_versions()),
     }
+    if is_program(config.job) and calls_current_run(program_of(config.job), ("report", "windows")):
+        inputs[REPORTS] = True
+    return inputs
+
+
+def has_done_nothing(run: RunDir) -> bool:
+    """Return whether a program that has ended certainly, or very likely, has computed nothing.
+
+    Nothing was recorded and nothing saved; and it records its updates, or its attempts took less
+    than a minute together.
+    """
+    if read_metrics(run.metrics).updates or names_in(run.checkpoints):
+        return False
+    if (run.read_submission().get(INPUTS) or {}).get(REPORTS):
+        return True
+    ends = [read_json(run.program_end(number)) for number in run.attempt_numbers()]
+    return all(ends) and sum(end["seconds"] for end in ends if end) < MOST_UNRECORDED_S
 
 
 def differences(run: RunDir, before: Mapping[str, Any], config: Config) -> list[str]:

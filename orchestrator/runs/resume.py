@@ -21,6 +21,7 @@ from orchestrator.config.command_line import (
     check_overrides,
     key_of,
     to_hydra,
+    typed_setting,
 )
 from orchestrator.config.composer import Composer, resolve
 from orchestrator.config.messages import config_errors
@@ -47,7 +48,7 @@ from orchestrator.rundir.folder import LABELS, RESUMES, RunDir
 from orchestrator.rundir.lock import locked
 from orchestrator.rundir.metrics import Tail
 from orchestrator.runs.follow import OutputOptions, PreparedRun, handle_of, interrupts
-from orchestrator.runs.inputs import INPUTS, accepted, differences
+from orchestrator.runs.inputs import INPUTS, accepted, differences, has_done_nothing
 from orchestrator.runs.recorded import check_own, config_of, plan_of_run, submission_directory
 from orchestrator.runs.start import (
     cluster_for,
@@ -76,7 +77,7 @@ def refuse_other_numbers(
     lines: list[str] = []
     for change in others:
         why = OTHER_FOLDER.get(change.key) or (
-            f"it was {_shown(change.before)}"
+            f"it was {change.text_before}"
             + ", and the updates that are done were made with that" * (done > 0 or program)
         )
         if change.key.startswith("optimizer.") and own_optimizer:
@@ -88,7 +89,9 @@ def refuse_other_numbers(
             f"{run}/checkpoints"
         )
     else:
-        lines.append(advise_new_run(run, done, " ".join(change.text for change in others)))
+        lines.append(
+            advise_new_run(run, done, " ".join(typed_setting(c.key, c.after) for c in others))
+        )
     raise ConfigError("\n".join(lines))
 
 
@@ -101,8 +104,9 @@ def advise_new_run(run: str, done: int, settings: str = "these settings") -> str
         )
     return (
         f"to go on from these weights with other settings, start a new run: "
-        f"train.initial_weights={run}, or train.initial_state={run} with its optimizer's state "
-        f"and place in the data"
+        f"{typed_setting('train.initial_weights', run)}, or "
+        f"{typed_setting('train.initial_state', run)} with its optimizer's state and place in the "
+        "data"
     )
 
 
@@ -236,9 +240,7 @@ class Resumption:
             of = "" if total is None else f" of {format_count(total)}"
             where = f"going on after update {format_count(self.done)}{of}"
         ranks = f"{plural(self.plan.ranks, 'rank')} on {plural(self.plan.nodes, 'node')}"
-        return ", ".join(
-            [where, ranks, *(f"{c.text} (was {_shown(c.before)})" for c in self.changes)]
-        )
+        return ", ".join([where, ranks, *(f"{c.text} (was {c.text_before})" for c in self.changes)])
 
 
 def resumption(
@@ -292,17 +294,13 @@ def resumption(
     )
 
 
-def _shown(value: Any) -> str:
-    return "null" if value is None else str(value)
-
-
 def _with_overrides(
     old: dict[str, Any], overrides: Sequence[str], config_dir: str | None
 ) -> Config:
     """Return the configuration `old` with the overrides. Raises `ConfigError`."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    check_overrides(overrides)
+    check_overrides(overrides, verb="resume")
     values = literal_container(old)
     keys = {key_of(text) for text in overrides}
     with config_errors():
@@ -347,7 +345,7 @@ def changed_inputs(run: RunDir, resumed: Resumption) -> list[str]:
     accepted what had changed. Nothing counts where no update is done, nor other paths of data that
     are asked for, nor initial weights: the run has a copy.
     """
-    if not resumed.done and not is_program(resumed.config.job):
+    if not resumed.done and (not is_program(resumed.config.job) or has_done_nothing(run)):
         return []
     before = run.read_submission().get(INPUTS) or {}
     moved = {
@@ -466,6 +464,8 @@ def prepared_resume(
             if checkpoint is None and run.attempts_made():
                 notes.append(f"{run.path} has no checkpoint yet: it begins again at update 0")
             notes += passed_over
+        elif run.attempts_made() and has_done_nothing(run):
+            notes.append(f"{run.path} has no update and no checkpoint yet: its program begins anew")
         other_speeds = BALANCE in {change.key for change in resumed.changes}
         if resumed.changes:
             prepare(config, new=False)

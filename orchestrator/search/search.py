@@ -705,7 +705,7 @@ def resume_search(
     config_dir: str | None = None,
 ) -> int:
     """Continue a search from its folder alone: see `SearchMethod.resume`."""
-    check_overrides(overrides)
+    check_overrides(overrides, verb="resume")
     search = RunDir(folder)
     line: dict[str, Any] = (search.read_search() or {}).get("line") or {}
     if not line:

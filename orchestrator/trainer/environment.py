@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.config.schema import ClusterConfig, gpu_count
-from orchestrator.machine import NO_DEVICE
+from orchestrator.machine import NO_DEVICE, device_count
 
 # ----------------------------------------------------------------------
 # Requested accelerators: with them `transport=auto` must not silently compute on CPUs.
@@ -46,6 +46,21 @@ def device_request(cluster: ClusterConfig, env: Mapping[str, str], *, scheduled:
         if env.get(name, "").strip().lower() not in NO_DEVICE:
             return f"the scheduler gave {name}={env[name]}"
     return ""
+
+
+def lacking_devices(cluster: ClusterConfig, env: Mapping[str, str]) -> str:
+    """Return a warning for a program whose node has fewer devices than were requested; else "".
+
+    >>> lacking_devices(ClusterConfig(gpus_per_node=2), {"CUDA_VISIBLE_DEVICES": "0"})[:65]
+    'it has 1 of the 2 devices that cluster.gpus_per_node=2 asks for o'
+    """
+    requested, count = gpu_count(cluster.gpus_per_node), device_count(env)
+    if count >= requested:
+        return ""
+    return (
+        f"it has {count} of the {requested} devices that cluster.gpus_per_node="
+        f"{cluster.gpus_per_node} asks for on its node: the program may compute on CPUs"
+    )
 
 
 # ----------------------------------------------------------------------

@@ -30,7 +30,9 @@ from orchestrator.errors import ClusterError, OrchestratorError, RanksMissing, S
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.program_link import ATTEMPT, RANK, RUN, SIGNAL, WARNINGS, WORLD
+from orchestrator.rundir.warnings import warn
 from orchestrator.snapshot import submitted
+from orchestrator.trainer.environment import lacking_devices
 from orchestrator.trainer.stop import StopFlag, restart_note
 from orchestrator.trainer.worker import WorkerProcess, run_in_worker
 
@@ -48,6 +50,8 @@ def _execute(worker: WorkerProcess) -> NoReturn:
     config = read_config(run.existing().read_config())
     program, cluster = program_of(config.job), config.cluster
     worker.begin(config)
+    if topology.local_rank == 0 and (sentence := lacking_devices(cluster, os.environ)):
+        warn(sentence)
     enter_submission_directory(run, topology.node)
     if attempt and topology.rank == 0:
         write_json(run.restart(attempt), restart_note(run, attempt, topology, 0))

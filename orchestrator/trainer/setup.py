@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import shlex
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -530,7 +531,8 @@ def _refuse_other_data(run: RunDir, before: Mapping[str, Any], planned: Plan) ->
     resumes = run.read_resumes()
     if resumes and resumes[-1].get("changed_inputs"):
         return
-    instead = f"bring it back, or start another run with train.initial_weights={run.path}"
+    setting = shlex.quote(f"train.initial_weights={run.path}")
+    instead = f"bring it back, or start another run with {setting}"
     samples, samples_before = planned.length.dataset_samples, before.get("dataset_samples")
     if samples_before not in (None, samples):
         raise JobError(
@@ -565,9 +567,9 @@ def _load_initial_state(training: Training, rank: int) -> None:
         except (JobError, RunFolderError) as error:
             why = error
     if why is not None:
+        setting = shlex.quote(f"train.initial_weights={split_reference(str(reference))[0]}")
         raise ConfigError(
-            f"train.initial_state={reference}: {why}. To begin with its weights alone: "
-            f"train.initial_weights={split_reference(str(reference))[0]}"
+            f"train.initial_state={reference}: {why}. To begin with its weights alone: {setting}"
         )
 
 

@@ -83,3 +83,29 @@ def test_stopped_by_one_rank_and_resumed_it_has_the_bits_of_plain_python(tmp_pat
     assert abs(rate - 1) < 1e-9, "of the update, before the scheduler steps"
     status = json.loads(helpers.verb("status", run, "--json").stdout)[0]
     assert (status["state"], status["updates"]) == ("finished", 12)
+
+
+NORMS = """\
+import torch
+from torch import nn
+from orchestrator import Accumulator, Loss, current_run as run, with_norms
+model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4))
+ours = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for window in run.windows(8, updates=1, global_batch=8, steps=2):
+    for piece in window:
+        ours.backward(Loss(model(torch.ones(len(piece), 2)).sum(), len(piece)))
+    ours.boundary()
+plain, _ = with_norms(model, "group")
+assert not any(isinstance(layer, nn.BatchNorm1d) for layer in plain.modules())
+"""
+
+
+def test_batch_norms_in_a_loop_are_warned_of_on_the_terminal_and_in_status(tmp_path):
+    script(tmp_path, NORMS)
+    words = ("run", "cluster.ranks_per_node=1", "cluster.nodes=1", "run.dir=run", "--", "train.py")
+    done = helpers.verb(*words, cwd=tmp_path, code=0)
+    assert "warning: batch norm in 1 sees one micro-batch" in done.stdout
+    status = json.loads(helpers.verb("status", tmp_path / "run", "--json").stdout)[0]
+    [warning] = status["warnings"]
+    assert "with_norms(model, 'group')" in str(warning)
+    assert "engine.norm" not in str(warning), "a program has no such key"

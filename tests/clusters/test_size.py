@@ -1,5 +1,7 @@
 """Runs that are too large for this machine: a warning, or a refusal before anything starts."""
 
+from pathlib import Path
+
 import pytest
 
 from orchestrator.clusters.api import cluster_of
@@ -52,3 +54,22 @@ def test_a_run_that_is_too_large_for_this_machine(
         answer = str(error)
     assert bool(answer) == bool(words)
     assert all(word in answer for word in words), answer
+
+
+@pytest.mark.parametrize(
+    ("devices", "asked", "gpus"), [("", 2, None), ("0", 2, None), ("0,1", 2, [["0", "1"]])]
+)
+def test_a_program_that_asks_for_more_devices_than_there_are_is_refused(
+    monkeypatch, devices, asked, gpus
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+    shape = ["cluster.nodes=1", "cluster.ranks_per_node=1", f"cluster.gpus_per_node={asked}"]
+    cluster = cluster_of(compose([*PLAIN, *shape]))
+    request = cluster.request(Path("run"), 0)
+    if gpus is not None:
+        assert (request.details["gpus"], cluster.share.gpus) == (gpus, asked)
+        cluster.check(request)
+        return
+    with pytest.raises(ClusterError, match=r"asked for \(cluster.gpus_per_node=2\).* machine has"):
+        cluster.check(request)
+    cluster_of(compose(["job=digits", *shape])).check(request)  # its ranks refuse CPUs

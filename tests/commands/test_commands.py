@@ -238,3 +238,25 @@ def test_a_reader_that_goes_away_before_the_start_leaves_no_folder(script, tmp_p
         timeout=LIMIT_S,
     )
     assert not (tmp_path / "run").exists(), done.stderr
+
+
+@pytest.mark.parametrize("script", [False, True])
+@pytest.mark.parametrize("module", ["typer", "hydra"])
+def test_an_interrupt_while_a_command_imports_ends_it_without_a_traceback(tmp_path, module, script):
+    # The command imports typer at once, and Hydra in the verb.
+    interrupting = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
+    (tmp_path / f"{module}.py").write_text(interrupting)
+    start = [sys.executable, "-m", "orchestrator"]
+    if script:
+        start = [sys.executable, str(tmp_path / "orchestrator")]
+        (tmp_path / "orchestrator").write_text("from orchestrator.__main__ import main\nmain()\n")
+    done = subprocess.run(
+        [*start, "plan", "job=digits"],
+        env=environment(PYTHONPATH=f"{tmp_path}:{ROOT}"),
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+        timeout=LIMIT_S,
+    )
+    assert (done.returncode, "Traceback" in done.stderr) == (errors.EXIT_INTERRUPTED, False)

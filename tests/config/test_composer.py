@@ -230,6 +230,12 @@ def test_a_sweep_with_a_wrong_point_starts_none_and_says_all_that_is_wrong(tmp_p
         (["--config-path=conf"], "--config-dir FOLDER is searched before it"),
         (["--experimental-rerun", "x.pickle"], "resume RUN"),
         (["--cgf", "job"], "did you mean '--cfg'"),
+        (["--nproc_per_node=2"], "without dashes: cluster.ranks_per_node=2"),
+        (["--nproc-per-node", "2"], "without dashes: cluster.ranks_per_node=2"),
+        (["train.max_epochs=3"], "did you mean 'train.epochs'"),
+        (["accumulation.per_device_train_batch_size=3"], "mean 'accumulation.micro_batch'"),
+        (["train.precision=bf16-mixed"], "did you mean 'bfloat16'"),
+        (["train.precision=16-mixed"], "did you mean 'float16'"),
         (["-m", "train.seed=1,2", "--cfg", "job"], "leave -m out"),
         (["train.seed=1,2"], "add -m"),
         (["schedule.base_lr=interval(0.1,1)"], "is for a sweep: add -m"),
@@ -251,6 +257,11 @@ def test_what_would_be_ignored_is_refused_with_the_way_out(tmp_path, line, words
     conf = folder(tmp_path, experiment__theirs=theirs)
     with pytest.raises(ConfigError, match=re.escape(words)):
         run_app([*line, "--config-dir", conf])
+
+
+def test_a_setting_is_named_as_it_was_typed():
+    with pytest.raises(ConfigError, match=r"^job\.lr=0\.01,0\.1 holds commas"):
+        run_app(["job=digits", "job.lr=0.01,0.1"])
 
 
 def test_a_value_may_refer_to_a_swept_one_that_nothing_else_sets():

@@ -10,9 +10,9 @@ import yaml
 from orchestrator import launch
 from orchestrator.config.command_line import program_overrides, read_command_line
 from orchestrator.config.composer import Composer
-from orchestrator.config.program import program_of
+from orchestrator.config.program import ProgramConfig, program_of
 from orchestrator.config.reading import read_config, to_yaml
-from orchestrator.plan.program import plan_of_program
+from orchestrator.plan.program import notes_of_program, plan_of_program
 from tests.programs import script
 
 AWKWARD = "'\"\\${},[]=() ~a:#&*!|>%@`\n\t-0\u00e4\u4e2d\u00a0\u2028"
@@ -103,6 +103,40 @@ def test_this_pythons_name_before_a_script_changes_nothing():
     assert program_overrides([sys.executable, "-u", "train.py", "x"]) == plain
 
 
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("python src/train.py --lr 1", "train"),
+        ("python3.12 -u x.py", "x"),
+        ("python -m pkg.mod", "mod"),
+        ("python -W ignore -m pkg.mod -c 3", "mod"),
+        ("/usr/bin/bash scripts/X.sh", "x"),
+        ("bash -c ls", "bash"),
+        ("bash -lc ls", "bash"),
+        ("python -O x.py", "x"),
+        ("python", "python"),
+        ("train.py python x.sh", "train"),
+        ("-m pkg.python", "python"),
+    ],
+)
+def test_a_run_is_named_after_its_script(words, name):
+    assert ProgramConfig(command=tuple(words.split())).name == name
+
+
+def test_another_python_of_path_than_the_launchers_is_warned_of(tmp_path, monkeypatch):
+    other = script(tmp_path, "#!/bin/sh\n", "python", run=True)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    def warnings_of(*words):
+        config = Composer(read_command_line(["--", *words])).compose()
+        return plan_of_program(read_config(config.values)).warnings
+
+    [warning] = warnings_of("python", "train.py")
+    assert f"python is {other}, not the launcher's {sys.executable}" in warning
+    assert not warnings_of(sys.executable, "train.py")
+    assert not warnings_of("train.py")
+
+
 def test_keys_of_ours_after_the_dashes_go_to_the_program_and_that_is_said():
     ours = ["cluster.nodes=3", "+cluster=slurm", "run.dir=x", "++job.arguments.lr=1"]
     others = ["lr=0.1", "--cluster.nodes=3", "model.run.dir=x", "job=a", "cluster.nodes", "x=1=2"]
@@ -110,3 +144,13 @@ def test_keys_of_ours_after_the_dashes_go_to_the_program_and_that_is_said():
     plan = plan_of_program(read_config(config.values))
     assert plan.argv == ("train.py", *others, *ours)
     assert [said.partition(" comes after --")[0] for said in plan.warnings] == ours
+
+
+@pytest.mark.parametrize("method", ["windows", "report"])
+def test_the_note_on_a_plan_is_another_for_a_loop_over_windows(tmp_path, monkeypatch, method):
+    monkeypatch.chdir(tmp_path)
+    script(tmp_path, "import loop\n")
+    script(tmp_path, f"from orchestrator import current_run as r\nr.{method}(8)\n", "loop.py")
+    config = Composer(read_command_line(["--", "train.py"])).compose()
+    [note] = notes_of_program(read_config(config.values))
+    assert ("nothing here splits its data" in note) is (method == "report")

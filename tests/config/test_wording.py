@@ -28,6 +28,16 @@ WRONG = [
     ["~job.dorpout"],
     ["hydra.sweeper=null"],
     ["hydra.launcher="],
+    ["accumulate_grad_batches=2"],
+    ["train.gradient_accumulation_steps=2"],
+    ["gradient_clip_val=1"],
+    ["max_epochs=3"],
+    ["train.max_epochs=3"],
+    ["train.num_train_epochs=3"],
+    ["num_workers=2"],
+    ["nnodes=1"],
+    ["train.precision=bf16-mixed"],
+    ["train.precision=64-true"],
 ]
 
 
@@ -47,9 +57,10 @@ def followed(overrides, said):
         return [*before, *set_or_tried[-1].rstrip(" ;").split()]
     if meant := re.search(r"did you mean '([^']+)'", said):
         word = meant[1]
+        if f"called '{value}'" in said or repr(value) in said:  # a choice
+            return [*before, f"{key}={word}"]
         if word != key and ("." in word or "." not in key):
-            known_choice = f"called '{value}'" in said or repr(value) in said
-            return [*before, f"{key}={word}" if known_choice else f"{word}={value}"]
+            return [*before, f"{word}={value}"]
         return [*before, f"{key.rpartition('.')[0]}.{word}={value}"]
     assert "leave" in said, f"no way out: {said}"
     return before

@@ -476,7 +476,7 @@ def test_every_verb_has_a_word_for_programs_that_report_and_for_those_that_do_no
         r"updates +1\b.*loss +0\.1250", helpers.verb("status", reporting).stdout, re.DOTALL
     )
     assert re.search(r"train\.py .*\n.*updates +\u2013", helpers.verb("status", silent).stdout)
-    assert "last loss  0.1250" in helpers.verb("attach", reporting).stdout
+    assert re.search(r"last loss +0\.1250", helpers.verb("attach", reporting).stdout)
     assert "given" in helpers.verb("logs", silent).stdout
     refused = helpers.verb("compare", reporting, silent, code=2)
     assert "is a program's, which saves its weights its own way" in refused.stderr
@@ -534,3 +534,12 @@ def test_a_program_gets_its_newest_file_from_the_second_attempt_on(tmp_path):
         *line, "job.resume_arguments=--load", "--", "train.py", cwd=tmp_path, code=2
     )
     assert "job.resume_arguments must be a list of words" in wrong.stderr
+
+
+def test_nodes_with_fewer_devices_than_asked_for_are_warned_of(tmp_path):
+    script(tmp_path, QUICK)
+    asked = ("cluster.gpus_per_node=1", "cluster.ranks_per_node=1")
+    done = call(tmp_path, *asked, code=0, CUDA_VISIBLE_DEVICES="0")  # for two nodes
+    assert "ranks 0-1: it has 0 of the 1 devices" in done.stdout
+    status = json.loads(helpers.verb("status", tmp_path / "run", "--json").stdout)[0]
+    assert "cluster.gpus_per_node=1" in str(status["warnings"])

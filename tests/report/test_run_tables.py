@@ -137,7 +137,7 @@ def test_a_finished_run_says_what_it_did_and_cost(screen):
         "final loss 0.0500",
         "held-out accuracy 0.9534",
         "time 4.50 s",
-        "speed 1,280 samples/s",
+        "speed of updates 1,280 samples/s",
         "compute 75.0%, wait 15.0%, optimizer 5.0%, other 5.0%",
         "collectives per update 1, as planned",
         "2.00 MiB per update",

@@ -13,6 +13,7 @@ from orchestrator.report.sweep_tables import (
     Pair,
     SweptRun,
     accumulation_pairs,
+    describe_outcome,
     differences,
     loss_at,
     print_sweep,
@@ -206,3 +207,14 @@ def test_what_is_kept_of_a_point_does_not_grow_with_its_updates_or_ranks(tmp_pat
         return len(pickle.dumps(swept_run(run, {})))
 
     assert kept(2_000, 10_000) < kept(20, 10) + 100
+
+
+@pytest.mark.parametrize(
+    ("plan", "updates", "counts"),
+    [({"program": {"a": 1}}, 0, False), ({"program": {"a": 1}}, 3, True), ({}, 0, True)],
+)
+def test_the_outcome_counts_updates_unless_a_program_recorded_none(tmp_path, plan, updates, counts):
+    run = RunDir(tmp_path)
+    write_json(run.plan, plan)
+    write_json(run.result, result(updates=updates, loss=None))
+    assert (f"{updates} updates" in describe_outcome(run)) is counts

@@ -164,3 +164,45 @@ def test_a_sweep_replaces_finished_points_only_if_what_has_changed_is_accepted(o
     assert {path: path.stat().st_mtime_ns for path in before} == before
     launch("sweep", *sweep, "--changed")
     assert all(path.stat().st_mtime_ns != then for path, then in before.items())
+
+
+REPORTING = "from orchestrator import current_run as run\n{}run.report(0, loss=1.0, samples=1)\n"
+
+
+@pytest.mark.whole_runs
+def test_a_program_that_crashed_before_its_first_update_is_resumed_with_its_new_code(own):
+    program = own / "train.py"
+    program.write_text(REPORTING.format("1 / 0\n"))
+    words = ("run", "run.dir=crashed", "cluster.ranks_per_node=1", "--", "train.py")
+    assert helpers.verb(*words, cwd=own).returncode == 1
+    program.write_text(REPORTING.format(""))
+    resumed = helpers.verb("resume", "crashed", cwd=own, code=0)
+    assert "no update and no checkpoint yet" in " ".join(resumed.stdout.split())
+    program.write_text(REPORTING.format("# another\n"))
+    (own / "crashed" / "result.json").unlink()  # now an update is done
+    assert "train.py has changed" in helpers.verb("resume", "crashed", cwd=own, code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "seconds", "nothing"),
+    [
+        (REPORTING.format("1 / 0\n"), 3600.0, True),
+        ("from orchestrator import current_run as r\nr.windows(8)\n", 99.0, True),
+        ("import numpy\n", 5.0, True),
+        ("import numpy\n", 3600.0, False),
+        ("import numpy\nnumpy.windows()\n", 3600.0, False),
+        ("import numpy\n", None, False),
+    ],
+)
+def test_a_program_has_done_nothing_if_it_reports_or_was_short(own, source, seconds, nothing):
+    (own / "train.py").write_text(source)
+    run = RunDir(own / "run")
+    run.create()
+    config = compose(["job=program", "job.command=[train.py]"])
+    write_json(run.submission, {"inputs": inputs_of(config)})
+    run.begin_attempt()
+    if seconds is not None:
+        write_json(run.program_end(0), {"seconds": seconds})
+    assert inputs.has_done_nothing(run) is nothing
+    (run.checkpoints / "mine.pt").touch()
+    assert not inputs.has_done_nothing(run)

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import re
+import shlex
 import sys
 from dataclasses import asdict
 from datetime import datetime, timedelta
@@ -12,8 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from orchestrator.config.changes import Kind, changes, flat
-from orchestrator.config.composer import compose
+from orchestrator.config.changes import Change, Kind, changes, flat
+from orchestrator.config.command_line import CommandLine
+from orchestrator.config.composer import Composer, compose
 from orchestrator.config.reading import read_config, to_yaml
 from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError, RunFolderError
@@ -25,7 +27,7 @@ from orchestrator.rundir.lock import is_locked
 from orchestrator.runs import start
 from orchestrator.runs.follow import OutputOptions
 from orchestrator.runs.recorded import submission_directory
-from orchestrator.runs.resume import record, resumption
+from orchestrator.runs.resume import advise_new_run, record, refuse_other_numbers, resumption
 from orchestrator.runs.start import wrap_disk_errors
 from tests.run_folders import Screen
 
@@ -114,6 +116,8 @@ def test_what_leaves_the_numbers_alone_is_taken(make_run, begun, asked):
         ([], "experiment=jepa_240", "resume cannot take experiment"),
         ([], "job._target_=a.C", "it was a.B"),
         (["+job.width=3"], "job.width=4", "job.width=4: it was 3"),
+        ([], "job.width=4", "job.width=4: it was not set"),
+        (["+job.width=null"], "job.width=4", "job.width=4: it was null"),
         ([], "train.precision=float64", "train.precision=float64"),
         ([], "train.clip_norm=1", "train.clip_norm"),
         ([], "schedule.base_lr=0.1", "learning rate of update 1 would be 0.1"),
@@ -153,6 +157,7 @@ def test_what_leaves_the_numbers_alone_is_taken(make_run, begun, asked):
         ([], "train.updats=20", "did you mean 'updates'"),
         ([], "train.updates", "train.updates"),
         ([], "~train.seed", "KEY=VALUE"),
+        ([], "src/win.py", "'src/win.py' is not KEY=VALUE: resume starts the same program"),
         ([], "train.updates=20,30", "KEY=VALUE"),
         ([], "run.dir=/tmp/other", "the run is its folder"),
     ],
@@ -180,6 +185,30 @@ def test_before_the_first_checkpoint_the_advice_is_to_launch_again(make_run):
         ConfigError, match=r"was of 48 so far.*\n.*launch again with these settings"
     ):
         resumption_of(run, ["accumulation.global_batch=64"])
+
+
+def test_paths_in_advice_can_be_copied_to_a_shell(tmp_path):
+    run = RunDir(tmp_path / "my run" / "it's")
+    run.create()
+    run.write_config("")
+    with pytest.raises(RunFolderError) as refused:
+        run.create()
+    [line] = re.findall(r"orchestrator (resume .*); for a new", str(refused.value))
+    assert shlex.split(line) == ["resume", str(run.path)]
+
+    def written(advice):
+        [word] = shlex.split(advice)
+        line = CommandLine(overrides=("job=digits", "+job.path=x", word))
+        values = Composer(line).compose().values
+        return values["train"]["initial_weights"] or values["job"]["path"]
+
+    advice = advise_new_run(str(run.path), 4).partition("new run: ")[2].partition(", or ")[0]
+    assert written(advice) == str(run.path)
+    for path in ("/a b/(1)", "/a/b", "null", "it's ${x}"):
+        change = Change(key="job.path", before=None, after=path)
+        with pytest.raises(ConfigError) as refused:
+            refuse_other_numbers([change], "run", 0, program=False, own_optimizer=False)
+        assert written(str(refused.value).partition("launch again with ")[2]) == path
 
 
 def test_another_order_of_additions_is_said_and_reproducible_mode_has_none(make_run, tmp_path):

@@ -15,10 +15,11 @@ from orchestrator.clusters.local.environment import find_shared_gpus
 from orchestrator.config.frameworks import facts_of
 from orchestrator.config.program import is_program
 from orchestrator.config.rules import planned_survival
-from orchestrator.config.schema import node_range
+from orchestrator.config.schema import gpu_count, node_range
 from orchestrator.errors import ClusterError, TransportError
 from orchestrator.machine import (
     cores,
+    device_count,
     free_memory_bytes,
     share_gpus,
     visible_gpus,
@@ -97,7 +98,7 @@ class LocalCluster(Cluster):
         gpus = share_gpus(
             visible_gpus(os.environ),
             request.nodes,
-            request.ranks_per_node,
+            max(request.ranks_per_node, self._requested_gpus),
             common=self.config.transport == "nccl",
         )
         return replace(request, details={"gpus": gpus})
@@ -106,8 +107,15 @@ class LocalCluster(Cluster):
         """Warn of crowded cores, and of GPUs that stay unused or are shared.
 
         Raises:
-            ClusterError: the ranks need more memory than this machine has.
+            ClusterError: the ranks need more memory than this machine has, or a program's nodes
+                more devices.
         """
+        if (count := device_count(os.environ)) < self._requested_gpus:
+            raise ClusterError(
+                f"devices were asked for (cluster.gpus_per_node={self.config.cluster.gpus_per_node}"
+                f"), but this machine has {count}; leave it out to run with what is here, on CPUs "
+                "perhaps"
+            )
         if self._uses_framework:
             _refuse_beyond_memory(request)
         warnings = (_crowding_warning(request), self._gpu_warning(request))
@@ -121,6 +129,13 @@ class LocalCluster(Cluster):
         if config.transport == "auto" and any(gpus or ()):
             config = replace(config, transport="nccl")  # as the ranks will find it
         return planned_survival(config).line
+
+    @property
+    def _requested_gpus(self) -> int:
+        """GPUs of a program's node; a job class has one for each rank, and refuses CPUs itself."""
+        if not is_program(self.config.job):
+            return 0
+        return gpu_count(self.config.cluster.gpus_per_node)
 
     @property
     def _uses_framework(self) -> bool:
@@ -147,7 +162,7 @@ class LocalCluster(Cluster):
         ranks = node_range(cluster.nodes)[1] * cluster.ranks_per_node
         on_gpus = is_program(self.config.job) or self.config.transport not in ON_CPUS
         cores = ranks * cluster.cpus_per_rank
-        gpus = ranks if on_gpus else 0
+        gpus = max(ranks, node_range(cluster.nodes)[1] * self._requested_gpus) if on_gpus else 0
         if self.config.transport == "nccl":  # nodes share those that there are
             gpus = min(gpus, len(visible_gpus(os.environ)))
         return Share(ranks=ranks, cores=cores, gpus=gpus)

@@ -225,16 +225,26 @@ def name_layers(layers: Collection[str]) -> str:
     return first_few([name or "the model itself" for name in layers], 5)
 
 
-def norm_advice(layers: Collection[str], *, apart: bool) -> str:
+NORMS_OF_JOB = (
+    "Use engine.norm=group or layer (group or layer norm in its place), engine.norm=frozen (freeze "
+    "the statistics that it has)"
+)
+NORMS_OF_LOOP = (
+    "Before the optimizer is built: from orchestrator import with_norms; model, _ = "
+    "with_norms(model, 'group'), 'layer' (group or layer norm in its place) or 'frozen' (freeze "
+    "the statistics that it has)"
+)
+
+
+def norm_advice(layers: Collection[str], *, apart: bool, remedy: str = NORMS_OF_JOB) -> str:
     """Return a sentence about batch norms of these names; `apart`: ranks have statistics of their
     own.
     """
     differ = ", and running statistics differ between ranks" * apart
     return (
         f"batch norm in {name_layers(layers)} sees one micro-batch at a time, so the update is not "
-        f"that of one big batch{differ}. Use "
-        "engine.norm=group or layer (group or layer norm in its place), engine.norm=frozen (freeze "
-        "the statistics that it has), or take one micro-step of the whole batch on one rank"
+        f"that of one big batch{differ}. {remedy}, or take one micro-step of the whole batch on "
+        "one rank"
     )
 
 

@@ -8,7 +8,6 @@ twice, or let ranks diverge are refused, with the remedy.
 from __future__ import annotations
 
 import sys
-import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from operator import attrgetter
@@ -19,11 +18,12 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from orchestrator.engine.api import TALKS_IN_WINDOW, AccumulationOptions, BoundaryReport
-from orchestrator.engine.common.job_checks import norm_advice
+from orchestrator.engine.common.job_checks import NORMS_OF_LOOP, norm_advice
 from orchestrator.engine.torch.buffers import Named
 from orchestrator.engine.torch.group import BaseGroup, version_of
 from orchestrator.engine.torch.model import ForwardState, batch_norms_of, changing_advice
 from orchestrator.errors import JobError, SilenceError, error_text
+from orchestrator.rundir.warnings import warn
 
 _REMEDY = (
     "loss.backward() perhaps: call accumulator.backward(Loss(total, weight)) instead. Where "
@@ -169,12 +169,7 @@ class WindowState:
         self.error_breaks = "window"
         if any(map(_TRAINING, self._norms.values())):
             norms, self._norms = list(self._norms), {}
-            warnings.warn(
-                f"{norm_advice(norms, apart=self._group.size > 1)}. In a loop of your own, "
-                "model, _ = with_norms(model, 'group') or 'frozen' does the same, before the "
-                "optimizer is built",
-                stacklevel=4,  # of who calls backward() or begin_window()
-            )
+            warn(norm_advice(norms, apart=self._group.size > 1, remedy=NORMS_OF_LOOP))
         if self._watched is not None:
             self._before, self._watched = ForwardState(self._watched, extra=False), None
         self._versions, self._settings = list(map(version_of, self._parameters)), {}
@@ -288,7 +283,7 @@ class WindowState:
         before, self._before = self._before, None
         split = self._group.size > 1 or self.micro_steps > 1
         if split and before is not None and (layers := before.changed_layers()):
-            warnings.warn(changing_advice(layers, "after boundary()"), stacklevel=3)
+            warn(changing_advice(layers, "after boundary()"))
         now = self._settings_now()
         for setting, before in self._settings.items():
             if now.get(setting) != before:
