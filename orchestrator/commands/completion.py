@@ -111,7 +111,7 @@ def _keys(config_dir: str | None) -> list[str]:
     from orchestrator.config.changes import flat
     from orchestrator.config.schema import FREE_SECTIONS, Config, plain
 
-    known = [key for key, _ in flat(plain(Config())) if key.partition(".")[0] not in FREE_SECTIONS]
+    known = [key for key in flat(plain(Config())) if key.partition(".")[0] not in FREE_SECTIONS]
     return sorted({*_groups(config_dir), *known})
 
 

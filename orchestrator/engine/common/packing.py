@@ -40,9 +40,7 @@ def pack(value: Any, tensors: dict[str, Any], path: str, tensor: type) -> Any:
         entries: list[Any] | tuple[Any, ...] = value
         kind = "tuple" if isinstance(value, tuple) else "list"
         return {kind: [pack(v, tensors, f"{path}.{n}", tensor) for n, v in enumerate(entries)]}
-    if isinstance(value, (np.bool_, np.integer, np.floating)) and not isinstance(
-        value, np.longdouble
-    ):
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8:
         # As from a table of rates. With its type, on which later arithmetic depends.
         scalar: Any = value.item()
         return {"numpy": [value.dtype.name, pack(scalar, tensors, path, tensor)]}
