@@ -28,7 +28,7 @@ from orchestrator.agent.topology import (
     is_loopback,
     own_address,
 )
-from orchestrator.clusters.slurm.client import DEVELOPMENT_CLUSTER, NoClient, SlurmClient
+from orchestrator.clusters.slurm.scheduler import DEVELOPMENT_CLUSTER, NoClient, SlurmClient
 from orchestrator.config.command_line import program_overrides
 from orchestrator.config.composer import compose
 from orchestrator.config.frameworks import facts_of

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from orchestrator.clusters.slurm.client import Job, SchedulerDown, SlurmClient, queued
+from orchestrator.clusters.slurm.scheduler import ScheduledJob, SchedulerDown, SlurmClient, queued
 from orchestrator.config.command_line import quote_for_hydra
 from orchestrator.config.rules import planned_survival
 from orchestrator.config.schema import Config, node_range
@@ -238,7 +238,7 @@ class SlurmRun(RehearsedRun):
     def __init__(self, folder: Path, spec: RehearsalSpec) -> None:
         super().__init__(folder, spec)
         self._client = SlurmClient(spec.config.cluster.slurm_conf)
-        self._job: Job | None = None
+        self._job: ScheduledJob | None = None
         self._polled = 0.0
 
     def _start(self, module: str, *arguments: str) -> None:
@@ -254,7 +254,7 @@ class SlurmRun(RehearsedRun):
             raise RunFailed(f"{self.run.path} has no job")
         return str(handle["job_id"])
 
-    def _poll(self) -> Job | None:
+    def _poll(self) -> ScheduledJob | None:
         """Return the job as squeue knew it a moment ago; release it if it is held."""
         if time.monotonic() - self._polled > POLL_S:
             try:

@@ -5,7 +5,7 @@ from dataclasses import fields, is_dataclass
 
 import pytest
 
-from orchestrator.clusters.slurm.client import SlurmClient
+from orchestrator.clusters.slurm.scheduler import SlurmClient
 from orchestrator.config.changes import flat
 from orchestrator.config.command_line import check_overrides
 from orchestrator.config.composer import compose

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from orchestrator.clusters.api import cluster_of
-from orchestrator.clusters.slurm.client import SlurmClient, accounted_scripts
+from orchestrator.clusters.slurm.scheduler import SlurmClient, accounted_scripts
 from orchestrator.config.composer import compose
 from orchestrator.errors import ClusterError
 from tests.helpers import (

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestrator.clusters.api import Admission
-from orchestrator.clusters.slurm.client import Answer, SlurmClient, explained
+from orchestrator.clusters.slurm.scheduler import Answer, SlurmClient, explained
 from orchestrator.errors import ClusterError, did_you_mean
 from orchestrator.units import seconds
 

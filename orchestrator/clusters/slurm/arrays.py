@@ -18,8 +18,8 @@ from pathlib import Path
 from orchestrator.clusters.api import Request
 from orchestrator.clusters.slurm.base import BaseSlurmCluster
 from orchestrator.clusters.slurm.batch_script import option_line, script_name
-from orchestrator.clusters.slurm.client import SlurmClient
 from orchestrator.clusters.slurm.safe_values import quoted
+from orchestrator.clusters.slurm.scheduler import SlurmClient
 from orchestrator.clusters.slurm.submission import ARRAYS, NUMBER, BeyondLimit, queue
 from orchestrator.clusters.slurm.task import write_task
 from orchestrator.config.program import target_of

@@ -15,8 +15,8 @@ from orchestrator.clusters.slurm.batch_script import (
     script_name,
     submit_host,
 )
-from orchestrator.clusters.slurm.client import SlurmClient
 from orchestrator.clusters.slurm.safe_values import check_preamble, check_values
+from orchestrator.clusters.slurm.scheduler import SlurmClient
 from orchestrator.clusters.slurm.task import NodeTask, write_task
 from orchestrator.clusters.slurm.trust import client_of, remember
 from orchestrator.config.frameworks import facts_of

@@ -19,9 +19,9 @@ from orchestrator.clusters.slurm.allocation import CurrentAllocation
 from orchestrator.clusters.slurm.arrays import UNLIKE, fitting, submit_as_arrays
 from orchestrator.clusters.slurm.base import BaseSlurmCluster
 from orchestrator.clusters.slurm.batch_script import SubmitHost, batch_script
-from orchestrator.clusters.slurm.client import retry_unanswered
 from orchestrator.clusters.slurm.handle import SlurmHandle, cancel_all
 from orchestrator.clusters.slurm.safe_values import without_effect
+from orchestrator.clusters.slurm.scheduler import retry_unanswered
 from orchestrator.clusters.slurm.submission import adopt, queue
 from orchestrator.config.schema import ClusterConfig, Config, end_s, gpu_count, node_range, notice_s
 from orchestrator.errors import ClusterError

@@ -13,7 +13,7 @@ import signal
 import socket
 
 from orchestrator.agent.root_cause import RAISED, TAIL_LINES, from_failure, tail
-from orchestrator.clusters.slurm.client import Job
+from orchestrator.clusters.slurm.scheduler import ScheduledJob
 from orchestrator.errors import describe_status
 from orchestrator.rundir.files import is_full, read_json
 from orchestrator.rundir.folder import RunDir
@@ -71,7 +71,9 @@ def describe_agents_end(run: RunDir, attempt: int) -> str | None:
     return AGENTS_KILLED if began and began <= killed else None
 
 
-def culprit_of(run: RunDir, attempt: int, code: int = 0, job: Job | None = None) -> Culprit:
+def culprit_of(
+    run: RunDir, attempt: int, code: int = 0, job: ScheduledJob | None = None
+) -> Culprit:
     """Return the culprit of a failed attempt: by the first that names one, of scheduler, agents,
     workers, and srun or the batch script.
 
@@ -98,7 +100,7 @@ def culprit_of(run: RunDir, attempt: int, code: int = 0, job: Job | None = None)
     return Culprit(rank=None, node="batch", cause=NO_RESULT)
 
 
-def _of_job(run: RunDir, attempt: int, job: Job) -> Culprit | None:
+def _of_job(run: RunDir, attempt: int, job: ScheduledJob) -> Culprit | None:
     """Return the cause that the job's state or its script's last lines name, if they do."""
     log = tail(run.batch_log)
     reported = next((s.removeprefix(PREFIX) for s in log[-1:] if s.startswith(PREFIX)), None)
@@ -136,7 +138,7 @@ def _of_srun(run: RunDir, attempt: int, code: int) -> Culprit:
     return Culprit(rank=None, node="batch", cause=cause, log_tail=srun_log[-TAIL_LINES:])
 
 
-def _of_script(run: RunDir, job: Job) -> Culprit:
+def _of_script(run: RunDir, job: ScheduledJob) -> Culprit:
     """Explain the end of a job of which nothing is known but how its script ended."""
     node, log = job.nodes or "scheduler", tail(run.batch_log)
     last = next((line.strip() for line in reversed(log) if line.strip()), "")
@@ -154,13 +156,13 @@ def _of_script(run: RunDir, job: Job) -> Culprit:
     return Culprit(rank=None, node=node, cause=cause, log_tail=log)
 
 
-def _how(job: Job) -> str:
+def _how(job: ScheduledJob) -> str:
     if job.exit_signal:
         return f"was {describe_status(-job.exit_signal)}"
     return "ended" if job.exit_code is None else f"ended with code {job.exit_code}"
 
 
-def diagnose(run: RunDir, job: Job) -> tuple[State, Culprit]:
+def diagnose(run: RunDir, job: ScheduledJob) -> tuple[State, Culprit]:
     """Return the state and culprit of a job that ended without a result. Reads only."""
     state = State.STOPPED if job.state == "CANCELLED" else State.FAILED
     return state, culprit_of(run, run.latest_attempt, job=job)

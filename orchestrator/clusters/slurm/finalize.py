@@ -29,15 +29,6 @@ from orchestrator.agent.links import Peer, Port, closed_ports, is_port_closed, p
 from orchestrator.agent.node_spec import published_agents
 from orchestrator.agent.topology import node_names, own_job_id
 from orchestrator.clusters.api import Culprit
-from orchestrator.clusters.slurm.client import (
-    TIMEOUT_S,
-    Job,
-    SchedulerDown,
-    SlurmClient,
-    UnreadableAnswer,
-    queued,
-    retry_unanswered,
-)
 from orchestrator.clusters.slurm.decision import FRUITLESS, AttemptEnd, Decision, decide
 from orchestrator.clusters.slurm.diagnosis import (
     CAUSES,
@@ -49,6 +40,15 @@ from orchestrator.clusters.slurm.diagnosis import (
     describe_srun_end,
 )
 from orchestrator.clusters.slurm.handle import is_of_another
+from orchestrator.clusters.slurm.scheduler import (
+    TIMEOUT_S,
+    ScheduledJob,
+    SchedulerDown,
+    SlurmClient,
+    UnreadableAnswer,
+    queued,
+    retry_unanswered,
+)
 from orchestrator.clusters.slurm.trust import client_of, read_handle
 from orchestrator.config.program import is_program
 from orchestrator.config.schema import notice_s
@@ -161,7 +161,7 @@ def finalize_in_job(
     return Next.NEW_SRUN if in_place else Next.REQUEUE
 
 
-def _await_answer(client: SlurmClient, job_id: str) -> Job | None:
+def _await_answer(client: SlurmClient, job_id: str) -> ScheduledJob | None:
     """Return the job. Raises `ClusterError` if the answer cannot be read.
 
     A scheduler that is down is asked without end: these nodes are no use to others meanwhile, and
@@ -169,7 +169,7 @@ def _await_answer(client: SlurmClient, job_id: str) -> Job | None:
     """
     unreadable_since: float | None = None
 
-    def query() -> Job | None:
+    def query() -> ScheduledJob | None:
         nonlocal unreadable_since
         try:
             return queued(client, [job_id]).get(job_id)
@@ -190,7 +190,7 @@ def print_note(message: str) -> None:
 
 def _requeue(
     client: SlurmClient,
-    job: Job,
+    job: ScheduledJob,
     *,
     pause_s: float = 0.0,
     tell: Callable[[str], None],
@@ -261,7 +261,7 @@ def _count_new_srun(run: RunDir, *, pause_s: float = 0.0) -> None:
 def _is_usable(
     run: RunDir,
     attempt: int,
-    job: Job,
+    job: ScheduledJob,
     code: int,
     daemons_listen: Callable[[], bool] = lambda: False,
 ) -> bool:
@@ -382,7 +382,7 @@ def finalize_without_script(run: RunDir, attempt: int, why: str) -> None:
 def restart_or_end(
     run: RunDir,
     attempt: int,
-    job: Job,
+    job: ScheduledJob,
     *,
     departure: dict[str, Any] | None,
     culprit: Callable[[], Culprit],
@@ -474,7 +474,7 @@ def _judge_failure(
 
 
 def _write_departure(
-    run: RunDir, attempt: int, departure: dict[str, Any], job: Job, restarts: int
+    run: RunDir, attempt: int, departure: dict[str, Any], job: ScheduledJob, restarts: int
 ) -> None:
     """Write the departure note, with the scheduler's reason if that is more precise."""
     why = departure.get("why")
@@ -484,7 +484,7 @@ def _write_departure(
     write_json(run.departure(attempt), {**departure, "why": why})
 
 
-def _reason_to_stop(run: RunDir, job: Job, restarts: int) -> str | None:
+def _reason_to_stop(run: RunDir, job: ScheduledJob, restarts: int) -> str | None:
     configured_s = int(run.read_config()["cluster"]["signal_ahead_s"])
     ahead_s = notice_s(configured_s, run.read_submission().get("time_limit_s"))
     return stop_reason(job, time.time(), ahead_s, restarts)
@@ -563,7 +563,7 @@ def _ran_s(run: RunDir, attempt: int) -> float:
     return float(departure.get("time", time.time())) - began.stat().st_mtime
 
 
-def finalize_ended_job(run: RunDir, job: Job) -> str | None:
+def finalize_ended_job(run: RunDir, job: ScheduledJob) -> str | None:
     """Requeue an ended job if its ranks left in order, else write the run's end.
 
     Does nothing while the job lives, while another process holds the run, when its end is written,
@@ -592,7 +592,7 @@ def finalize_ended_job(run: RunDir, job: Job) -> str | None:
     return sentence
 
 
-def _finalize_locked(run: RunDir, seen: Job) -> str | None:
+def _finalize_locked(run: RunDir, seen: ScheduledJob) -> str | None:
     handle = read_handle(run)
     client = client_of(run, handle.get("slurm_conf"))
     job = queued(client, [seen.id]).get(seen.id) if str(handle["job_id"]) == seen.id else None
@@ -625,7 +625,7 @@ def _finalize_locked(run: RunDir, seen: Job) -> str | None:
     )
 
 
-def stop_reason(job: Job, now: float, ahead_s: float, restarts: int = 0) -> str | None:
+def stop_reason(job: ScheduledJob, now: float, ahead_s: float, restarts: int = 0) -> str | None:
     """Return why the scheduler wants the job to stop; None if it does not show.
 
     Args:

@@ -18,8 +18,14 @@ from datetime import datetime
 from pathlib import Path
 
 from orchestrator.clusters.api import Handle, State
-from orchestrator.clusters.slurm.client import Job, SchedulerDown, SlurmClient, accounted, queued
 from orchestrator.clusters.slurm.diagnosis import diagnose
+from orchestrator.clusters.slurm.scheduler import (
+    ScheduledJob,
+    SchedulerDown,
+    SlurmClient,
+    accounted,
+    queued,
+)
 from orchestrator.clusters.slurm.submission import ARRAYS
 from orchestrator.clusters.slurm.trust import client_of, read_handle
 from orchestrator.errors import ClusterError
@@ -66,8 +72,8 @@ def cancel_all(runs: Sequence[RunDir], *, now: bool) -> dict[Path, Cancellation]
     for conf, members in clusters.items():
         [*_, client] = [client_of(run, conf) for run, _ in members]
         jobs = queued(client, [job_id for _, job_id in members])
-        ends: dict[RunDir, Job] = {}
-        stops: dict[RunDir, Job] = {}
+        ends: dict[RunDir, ScheduledJob] = {}
+        stops: dict[RunDir, ScheduledJob] = {}
         for run, job_id in members:
             job = jobs.get(job_id)
             if job is None or not job.alive:
@@ -104,7 +110,7 @@ def cancel_all(runs: Sequence[RunDir], *, now: bool) -> dict[Path, Cancellation]
     return outcomes
 
 
-def _send(client: SlurmClient, jobs: Mapping[RunDir, Job], how: str, *flags: str) -> None:
+def _send(client: SlurmClient, jobs: Mapping[RunDir, ScheduledJob], how: str, *flags: str) -> None:
     """Mark the runs as cancelled, so that their ranks end rather than depart; signal their jobs.
 
     A full disk keeps none from being ended at once: a job that scancel ends is not requeued.
@@ -144,7 +150,7 @@ def _scancel(client: SlurmClient, ids: Sequence[str], *flags: str) -> None:
         raise ClusterError(f"scancel: {answer.message}")
 
 
-def is_ours(run: RunDir, job: Job) -> bool:
+def is_ours(run: RunDir, job: ScheduledJob) -> bool:
     """Return whether a job runs this run: its batch script, as the scheduler knows it, is in the
     run's folder, or it is the run's element of an array of its sweep.
     """
@@ -155,7 +161,7 @@ def is_ours(run: RunDir, job: Job) -> bool:
     )
 
 
-def is_of_another(run: RunDir, job: Job) -> bool:
+def is_of_another(run: RunDir, job: ScheduledJob) -> bool:
     """Return whether a job is not this run's, though its handle names it: ids begin again where a
     controller has lost its state, and the folder may be a copy.
 
@@ -168,7 +174,7 @@ def is_of_another(run: RunDir, job: Job) -> bool:
     return os.path.lexists(job.command) or Path(job.command).parent.parts[-2:] not in ends
 
 
-def _script_folders(run: RunDir, job: Job) -> list[Path]:
+def _script_folders(run: RunDir, job: ScheduledJob) -> list[Path]:
     """Return where the batch scripts of a run's jobs of such an id are."""
     is_element = run.path.name == job.id.partition("_")[2]
     return [run.submitit, *([run.path.parent / ARRAYS] if is_element else [])]
@@ -181,7 +187,7 @@ def _is_same(folder: Path, other: Path) -> bool:
         return False
 
 
-def _await_end(client: SlurmClient, jobs: Mapping[RunDir, Job]) -> None:
+def _await_end(client: SlurmClient, jobs: Mapping[RunDir, ScheduledJob]) -> None:
     """Wait for jobs to end that have not begun, and so have no batch script to write their end."""
     pending = dict(jobs)
     deadline = time.monotonic() + CANCEL_S
@@ -210,9 +216,9 @@ class SlurmHandle(Handle):
         self.job_id = str(handle["job_id"])
         self.title = f"job {self.job_id}"
         self.client = client_of(run, handle.get("slurm_conf"))
-        self.job: Job | None = None
+        self.job: ScheduledJob | None = None
         self.silent_since: datetime | None = None
-        self._answer: Future[Job | None] | None = None
+        self._answer: Future[ScheduledJob | None] | None = None
         fresh = time.time() - float(handle.get("time", 0.0)) < FRESH_S
         # The first question is due at once, or when squeue can know the job.
         self._queried_at = time.monotonic() - QUERY_INTERVAL_S + (FRESH_S if fresh else 0.0)
@@ -264,10 +270,10 @@ class SlurmHandle(Handle):
             self.silent_since = None
             unseen_s = time.monotonic() - self._began
             if job is None and (self.job is not None or unseen_s > UNSEEN_S):
-                job = Job(id=self.job_id, state="GONE")
+                job = ScheduledJob(id=self.job_id, state="GONE")
             self.job = job
 
-    def _find(self, answer: Future[Job | None]) -> None:
+    def _find(self, answer: Future[ScheduledJob | None]) -> None:
         """Look for the job in the queue, else in the accounting."""
         job_id = self.job_id
         try:

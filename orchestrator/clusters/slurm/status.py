@@ -11,10 +11,16 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from orchestrator.clusters.slurm.client import Job, SlurmClient, accounted, jobs_of_user, queued
 from orchestrator.clusters.slurm.diagnosis import diagnose
 from orchestrator.clusters.slurm.finalize import finalize_ended_job
 from orchestrator.clusters.slurm.handle import is_of_another
+from orchestrator.clusters.slurm.scheduler import (
+    ScheduledJob,
+    SlurmClient,
+    accounted,
+    jobs_of_user,
+    queued,
+)
 from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.errors import ClusterError
 from orchestrator.rundir.folder import RunDir
@@ -55,7 +61,10 @@ def update_statuses(runs: Sequence[RunDir], statuses: dict[Path, RunStatus]) -> 
 
 
 def _query(
-    client: SlurmClient, jobs: dict[str, Job], runs: list[RunDir], statuses: dict[Path, RunStatus]
+    client: SlurmClient,
+    jobs: dict[str, ScheduledJob],
+    runs: list[RunDir],
+    statuses: dict[Path, RunStatus],
 ) -> Iterator[str]:
     """Fill in the status of one cluster's runs; finalize attempts that have ended.
 
@@ -111,7 +120,7 @@ def _query(
             statuses[run.path] = status_or_damage(run, partial(with_job, run, status, job))
 
 
-def with_job(run: RunDir, status: RunStatus, job: Job) -> RunStatus:
+def with_job(run: RunDir, status: RunStatus, job: ScheduledJob) -> RunStatus:
     """Merge the folder's status and the scheduler's; a live job's is the later."""
     status = replace(status, nodes=job.nodes)
     ended = status.state in ENDED_STATES

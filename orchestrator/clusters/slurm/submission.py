@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.clusters.slurm.client import (
+from orchestrator.clusters.slurm.scheduler import (
     SchedulerDown,
     SlurmClient,
     accounted_scripts,

@@ -191,7 +191,7 @@ class _Watch:
         KillWait. Else the script may live, and says so within some seconds.
         """
         from orchestrator.agent.topology import own_job_id
-        from orchestrator.clusters.slurm.client import SlurmClient, queued
+        from orchestrator.clusters.slurm.scheduler import SlurmClient, queued
 
         job_id = own_job_id(os.environ)
         deadline = time.monotonic() + SCRIPT_S

@@ -13,7 +13,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from orchestrator.clusters.slurm.client import CONF, SlurmClient
+from orchestrator.clusters.slurm.scheduler import CONF, SlurmClient
 from orchestrator.errors import ClusterError, RunFolderError, expand_user
 from orchestrator.rundir.files import PRIVATE, read_text, write_atomically
 from orchestrator.rundir.folder import RunDir

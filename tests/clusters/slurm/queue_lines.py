@@ -1,6 +1,6 @@
 """Lines of squeue's answer, for tests."""
 
-from orchestrator.clusters.slurm.client import QUEUE_FIELDS
+from orchestrator.clusters.slurm.scheduler import QUEUE_FIELDS
 
 
 def queue_line(**values: str) -> str:

@@ -16,7 +16,7 @@ from orchestrator.clusters.slurm.admission import (
     preempt_grace_s,
     read_partitions,
 )
-from orchestrator.clusters.slurm.client import Answer
+from orchestrator.clusters.slurm.scheduler import Answer
 from orchestrator.config.composer import compose
 from orchestrator.errors import ClusterError, ConfigError
 from tests.programs import script

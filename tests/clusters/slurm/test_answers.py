@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.clusters.slurm.client import (
+from orchestrator.clusters.slurm.scheduler import (
     QUEUE_FIELDS,
     Answer,
     NoClient,

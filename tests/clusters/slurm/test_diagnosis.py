@@ -2,8 +2,8 @@
 
 import pytest
 
-from orchestrator.clusters.slurm.client import Job
 from orchestrator.clusters.slurm.diagnosis import SRUN_ENDED, culprit_of, diagnose
+from orchestrator.clusters.slurm.scheduler import ScheduledJob
 from orchestrator.clusters.slurm.status import with_job
 from orchestrator.report.status_tables import remark
 from orchestrator.rundir.files import write_json
@@ -40,7 +40,7 @@ def test_of_the_failures_the_first_that_is_its_own_is_blamed(run):
     ],
 )
 def test_a_job_that_ended_without_a_result_is_explained(run, state, ends, words):
-    found, culprit = diagnose(run, Job(id="1", state=state, nodes="n0"))
+    found, culprit = diagnose(run, ScheduledJob(id="1", state=state, nodes="n0"))
     assert found.value == ends
     assert words in culprit.cause
 
@@ -60,10 +60,10 @@ def test_what_the_script_ended_with_is_quoted(run, tmp_path, last, quoted, attem
         run.create()
     run.logs.mkdir(exist_ok=True)
     run.batch_log.write_text(f"Traceback (most recent call last):\n{last}")
-    cause = diagnose(run, Job(id="1", state="FAILED", nodes="n0", exit_code=1))[1].cause
+    cause = diagnose(run, ScheduledJob(id="1", state="FAILED", nodes="n0", exit_code=1))[1].cause
     assert (f"ended with code 1 ({last.strip()})" in cause) == quoted
     assert ("not visible" in cause) == (not quoted and not attempted)
-    killed = Job(id="1", state="FAILED", nodes="n0", exit_signal=9)
+    killed = ScheduledJob(id="1", state="FAILED", nodes="n0", exit_signal=9)
     assert last.strip() not in diagnose(run, killed)[1].cause  # it may be an earlier job's
 
 
@@ -110,7 +110,9 @@ def test_an_agent_that_could_not_begin_is_told_by_its_last_exception_or_line(run
     ("first", "cause"), [("", SRUN_ENDED), ("srun: error: Node failure on n1\n", "node n1 failed")]
 )
 def test_a_step_that_was_ended_from_outside_is_the_fault_of_no_rank(run, first, cause):
-    run.srun_log(0).write_text(f"{first}srun: Job step aborted\nsrun: error: n1: task 1: Killed\n")
+    run.srun_log(0).write_text(
+        f"{first}srun: Job step aborted\nsrun: error: n1: task 1: Killed\n"
+    )
     run.node_log("node1").write_text("INFO: the last line\n")
     assert culprit_of(run, 0, 137).cause == cause
     write_failure(run, 0, "y", secondary=True)
@@ -128,7 +130,7 @@ def test_an_agent_that_left_no_log_is_told_by_srun(run):
 
 
 def test_the_end_of_a_job_whose_batch_script_died_is_explained_by_what_its_ranks_left(run):
-    failed = Job(id="1", state="FAILED", nodes="n[0-1]", exit_signal=9)
+    failed = ScheduledJob(id="1", state="FAILED", nodes="n[0-1]", exit_signal=9)
     run.srun_log(0).touch()
     cause = diagnose(run, failed)[1].cause
     assert cause.endswith("its batch script was killed by signal 9 (SIGKILL)")
@@ -145,7 +147,7 @@ def test_a_job_that_lives_is_the_later_word_than_a_file(run):
     culprit = {"rank": 1, "node": "n1", "cause": "x"}
     write_json(run.result, {"state": "failed", "updates": 3, "culprit": culprit})
     for state, words in [("PENDING", "ending"), ("RUNNING", "ending"), ("FAILED", "failed")]:
-        found = with_job(run, from_folder(run), Job(id="1", state=state, nodes="n0"))
+        found = with_job(run, from_folder(run), ScheduledJob(id="1", state=state, nodes="n0"))
         assert found.state == words
         assert remark(found).startswith("job 1" if state == "PENDING" else "rank 1 on n1: x")
 
@@ -155,6 +157,6 @@ def test_a_job_that_lives_is_the_later_word_than_a_file(run):
 )
 def test_a_job_that_stands_still_as_a_whole_says_what_lets_it_go_on(run, state, way_on):
     write_json(run.plan, {})
-    found = with_job(run, from_folder(run), Job(id="7", state=state, nodes="n0"))
+    found = with_job(run, from_folder(run), ScheduledJob(id="7", state=state, nodes="n0"))
     assert way_on in remark(found)
-    assert with_job(run, from_folder(run), Job(id="7", state="RUNNING")).reason is None
+    assert with_job(run, from_folder(run), ScheduledJob(id="7", state="RUNNING")).reason is None

@@ -14,7 +14,6 @@ import pytest
 from orchestrator.agent.node import node_spec as agent_spec
 from orchestrator.agent.node_spec import publish_agent
 from orchestrator.clusters.api import Culprit
-from orchestrator.clusters.slurm.client import Answer, Job, SchedulerDown, SlurmClient
 from orchestrator.clusters.slurm.diagnosis import (
     AGENTS_KILLED,
     SRUN_FAILED,
@@ -38,6 +37,7 @@ from orchestrator.clusters.slurm.finalize import (
     restart_or_end,
 )
 from orchestrator.clusters.slurm.node_entry import after
+from orchestrator.clusters.slurm.scheduler import Answer, ScheduledJob, SchedulerDown, SlurmClient
 from orchestrator.clusters.slurm.status import with_job
 from orchestrator.clusters.slurm.task import _Watch, set_nodes
 from orchestrator.config.schema import Config, RunConfig
@@ -52,7 +52,7 @@ from tests.run_folders import record, write_failure
 pytestmark = pytest.mark.whole_runs
 
 BEYOND = Culprit(rank=3, node="n1", cause="exited with code 5")
-JOB = Job(id="77", state="RUNNING")
+JOB = ScheduledJob(id="77", state="RUNNING")
 LEFT = {"why": "told to stop", "updates": 4, "time": 1.0}
 
 
@@ -275,7 +275,7 @@ def test_restarts_of_a_program_that_fails_at_once_follow_ever_more_slowly(crashi
         assert ("it failed" in line) == (pause_s > 0)
     assert pauses == [0, 0, 30, 60, 120, 240, 480, 600, 600, 600]
     assert line.endswith("; restart 10 in 10 min 00 s: it failed 10 times within 1 s of its start")
-    waits = Job(id="77", state="PENDING", reason="BeginTime")
+    waits = ScheduledJob(id="77", state="PENDING", reason="BeginTime")
     reason = with_job(crashing, from_folder(crashing), waits).reason
     assert "it failed 10 times within 1 s of its start" in reason
     held = replace(waits, reason="JobHeldUser")
@@ -391,7 +391,7 @@ def test_a_job_that_may_not_be_requeued_is_stopped_or_fails_by_its_culprit(run, 
     attempts(run, 1)
     configure(run, run={"max_restarts": 5})
     ended(run, 0, state)
-    job = Job(id="77", state="RUNNING", requeue=False)
+    job = ScheduledJob(id="77", state="RUNNING", requeue=False)
     again, handed_back, end = concluded(run, 0, job=job, departure=departure)
     assert (again, handed_back, end["state"]) == (False, 0, state)
     if departure and state == "stopped":  # the site has cleared Requeue
@@ -419,13 +419,16 @@ def test_a_failure_is_handed_back_as_often_as_is_allowed_since_a_person_asked(ru
 @pytest.mark.parametrize(
     ("job", "why"),
     [
-        (Job(id="77", state="RUNNING", preempted_at=5.0), "preempted"),
-        (Job(id="77", state="RUNNING", reason="TimeLimit"), "near its time limit"),
-        (Job(id="77", state="RUNNING", reason="NodeFail"), None),
-        (Job(id="77", state="RUNNING", ends_at=1600.0 + MARGIN_S - 1), "near its time limit"),
-        (Job(id="77", state="RUNNING", ends_at=1600.0 + MARGIN_S), None),
-        (Job(id="77", state="RUNNING"), None),
-        (Job(id="77", state="FAILED", ends_at=990.0), None),  # that is when it ended
+        (ScheduledJob(id="77", state="RUNNING", preempted_at=5.0), "preempted"),
+        (ScheduledJob(id="77", state="RUNNING", reason="TimeLimit"), "near its time limit"),
+        (ScheduledJob(id="77", state="RUNNING", reason="NodeFail"), None),
+        (
+            ScheduledJob(id="77", state="RUNNING", ends_at=1600.0 + MARGIN_S - 1),
+            "near its time limit",
+        ),
+        (ScheduledJob(id="77", state="RUNNING", ends_at=1600.0 + MARGIN_S), None),
+        (ScheduledJob(id="77", state="RUNNING"), None),
+        (ScheduledJob(id="77", state="FAILED", ends_at=990.0), None),  # that is when it ended
     ],
 )
 def test_the_schedulers_reason_replaces_the_ranks_where_it_shows(run, monkeypatch, job, why):
@@ -439,7 +442,7 @@ def test_the_schedulers_reason_replaces_the_ranks_where_it_shows(run, monkeypatc
 def test_the_schedulers_reason_does_not_replace_that_of_a_silent_node(run):
     attempts(run, 1)
     ended(run, 0, "failed", lost="node n7 stopped answering")
-    concluded(run, 0, job=Job(id="77", state="RUNNING", preempted_at=5.0))
+    concluded(run, 0, job=ScheduledJob(id="77", state="RUNNING", preempted_at=5.0))
     assert read_json(run.departure(0)) == LEFT
 
 
@@ -504,7 +507,9 @@ def test_the_node_that_srun_missed_is_the_cause_of_the_loss_of_the_others(run):
     lost = Culprit(rank=None, node="n1", cause="the node went away: its agent is gone")
     ended(run, 0, "failed", culprit=lost, lost="node n1 stopped answering")
     write_json(run.node_ranks(0, 0), {"node": "n0", "ranks": [0]})
-    run.srun_log(0).write_text(f"{MISSING} 0\nsrun: Job step aborted: Waiting up to 5 seconds\n")
+    run.srun_log(0).write_text(
+        f"{MISSING} 0\nsrun: Job step aborted: Waiting up to 5 seconds\n"
+    )
     assert why_cut_short(run, 0, KILLED, "") == "node n0 failed"
 
 

@@ -311,7 +311,7 @@ WAITING = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class ScheduledJob:
     """A job as the scheduler sees it. Times are seconds since 1970.
 
     Attributes:
@@ -426,7 +426,7 @@ def _number(text: str) -> float | None:
     return float(text) if text.strip().isdigit() else None
 
 
-def read_queue(answer: Answer) -> dict[str, Job]:
+def read_queue(answer: Answer) -> dict[str, ScheduledJob]:
     """Return the jobs in squeue's answer; one whose id is unknown is absent.
 
     Raises:
@@ -436,13 +436,13 @@ def read_queue(answer: Answer) -> dict[str, Job]:
         return {}
     if answer.code:
         raise SchedulerDown(f"the scheduler gave no answer: {answer.message}")
-    jobs: dict[str, Job] = {}
+    jobs: dict[str, ScheduledJob] = {}
     for row in _rows("squeue", answer.out, len(QUEUE_FIELDS)):
         with _row_of("squeue", row):
             values = dict(zip(QUEUE_FIELDS, row, strict=True))
             status = int(values["exit_code"] or 0)  # as `wait` gives it
             restarts = int(values["RestartCnt"] or 0)
-        jobs[values["JobArrayID"]] = Job(
+        jobs[values["JobArrayID"]] = ScheduledJob(
             id=values["JobArrayID"],
             state=values["State"],
             nodes=values["NodeList"].replace("(null)", ""),
@@ -471,18 +471,18 @@ def _job_list(ids: Collection[str]) -> str:
     )
 
 
-def queued(client: SlurmClient, ids: Collection[str]) -> dict[str, Job]:
+def queued(client: SlurmClient, ids: Collection[str]) -> dict[str, ScheduledJob]:
     """Return these jobs by squeue. Raises `SchedulerDown`."""
     jobs = read_queue(client.run(*QUEUE, "-j", _job_list(ids)))
     return {job: jobs[job] for job in ids if job in jobs}
 
 
-def elements_of(client: SlurmClient, job: str) -> list[Job]:
+def elements_of(client: SlurmClient, job: str) -> list[ScheduledJob]:
     """Return a job, or the elements of an array, by squeue. Raises `SchedulerDown`."""
     return list(read_queue(client.run(*QUEUE, "-j", job)).values())
 
 
-def jobs_of_user(client: SlurmClient, user_id: int) -> dict[str, Job]:
+def jobs_of_user(client: SlurmClient, user_id: int) -> dict[str, ScheduledJob]:
     """Return all jobs of a user. Raises `SchedulerDown`."""
     return read_queue(client.run(*QUEUE, "-u", str(user_id)))
 
@@ -503,13 +503,13 @@ def _accounting(client: SlurmClient, *options: str) -> str:
     return answer.out
 
 
-def accounted(client: SlurmClient, ids: Collection[str]) -> dict[str, Job]:
+def accounted(client: SlurmClient, ids: Collection[str]) -> dict[str, ScheduledJob]:
     """Return the latest start of these jobs by sacct; {} without accounting.
 
     Raises:
         SchedulerDown: there is accounting, but it does not answer.
     """
-    jobs: dict[str, Job] = {}
+    jobs: dict[str, ScheduledJob] = {}
     listed, wanted = _job_list(ids), frozenset(ids)
     answer = _accounting(client, "-j", listed, "-o", "JobID,State,ExitCode,NodeList")
     for row in _rows("sacct", answer, 4):
@@ -518,7 +518,7 @@ def accounted(client: SlurmClient, ids: Collection[str]) -> dict[str, Job]:
             code, number = map(int, ended.split(":"))
         if job not in wanted:
             continue
-        jobs[job] = Job(  # later starts of a job follow
+        jobs[job] = ScheduledJob(  # later starts of a job follow
             id=job,
             state=state.split(" ", 1)[0],
             nodes=nodes.replace("None assigned", ""),

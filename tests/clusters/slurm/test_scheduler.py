@@ -10,9 +10,9 @@ import pytest
 
 from orchestrator.clusters.api import State
 from orchestrator.clusters.slurm import handle as followed
-from orchestrator.clusters.slurm.client import Job
 from orchestrator.clusters.slurm.finalize import finalize_ended_job
 from orchestrator.clusters.slurm.handle import SlurmHandle, cancel_all
+from orchestrator.clusters.slurm.scheduler import ScheduledJob
 from orchestrator.clusters.slurm.submission import adopt, queue
 from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.rundir.files import write_json
@@ -248,7 +248,7 @@ def test_a_job_that_has_got_the_id_of_a_runs_job_is_not_taken_for_it(submitted, 
     say("squeue", queue_line(State="FAILED", exit_code="256", **stranger))
     (found,), _ = statuses([submitted])
     assert found.state == "lost"
-    assert finalize_ended_job(submitted, Job(id="7", state="FAILED")) is None
+    assert finalize_ended_job(submitted, ScheduledJob(id="7", state="FAILED")) is None
     assert not submitted.result.exists()
     assert not any(call.startswith(("scontrol", "sacct")) for call in calls())
     handle = followed.SlurmHandle(submitted)
@@ -404,12 +404,12 @@ def test_damage_is_reported_and_not_taken_for_a_run_that_another_process_holds(s
     submitted.attempt(0).mkdir(parents=True, exist_ok=True)
     submitted.departure(0).write_text("{")
     with pytest.raises(RunFolderError, match="departure"):
-        finalize_ended_job(submitted, Job(id="7", state="FAILED"))
+        finalize_ended_job(submitted, ScheduledJob(id="7", state="FAILED"))
 
 
 def test_only_a_runs_owner_ends_or_requeues_it_by_looking(submitted, say, monkeypatch):
     os.chown(submitted.path, 12345, -1)
     say("squeue", "")
     say("sacct", "")
-    assert finalize_ended_job(submitted, Job(id="7", state="FAILED")) is None
+    assert finalize_ended_job(submitted, ScheduledJob(id="7", state="FAILED")) is None
     assert not submitted.result.exists()
