@@ -444,7 +444,8 @@ def cancel(
             ):
                 say(Console(), f"{folder} has ended already")
             else:
-                code = code or print_error(error, verbose=verbose)
+                failed = print_error(error, verbose=verbose)  # each of them
+                code = code or failed
             continue
         for sentence in sentences:
             say(Console(), sentence)

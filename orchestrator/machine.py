@@ -59,10 +59,13 @@ def free_memory_bytes() -> int:
 NO_DEVICE = frozenset({"", "-1", "nodevfiles", "none", "void"})
 
 
+GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+DEVICE_VARIABLES = (*GPU_VARIABLES, "ASCEND_RT_VISIBLE_DEVICES")
+
+
 def gpu_variable(env: Mapping[str, str]) -> str:
     """Return the variable that states this process's GPUs, or that would."""
-    known = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-    return next((variable for variable in known if variable in env), known[0])
+    return next((variable for variable in GPU_VARIABLES if variable in env), GPU_VARIABLES[0])
 
 
 def visible_gpus(env: Mapping[str, str]) -> list[str]:

@@ -200,8 +200,11 @@ class Agent:
         """Handle what has happened since the last turn."""
         self._clock()
         if self._clock.suspended_s > self._suspended_s:
-            self._learn_what_was_missed()
             self._suspended_s = self._clock.suspended_s
+            try:
+                self._learn_what_was_missed()
+            except (OSError, RunFolderError) as error:  # heartbeats must not wait for it
+                log.warning("what others have done meanwhile is not known yet: %s", error)
         if self._over:
             return
         self._follow()
@@ -535,6 +538,7 @@ class Agent:
         self._selector.unregister(self._coordinator_link.socket)
         self._coordinator_link.close()
         self._coordinator_link = None
+        self._referred = None  # another coordinator refers again, if it does
         if lost:
             self._lose(self._coordinator_peer)
         if self._is_replaced():

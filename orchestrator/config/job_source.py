@@ -240,6 +240,7 @@ def script_of(program: ProgramConfig) -> Path | None:
     return Path(os.path.abspath(expand_user(program.target)))  # noqa: PTH100  # keeps links
 
 
+@cached
 def source_files(target: str | ProgramConfig) -> tuple[dict[Path, str], bool]:
     """Return the files of the user's own that a job or program imports, with its own and the names
     of their modules, and whether these are certainly all.
@@ -262,6 +263,7 @@ def source_files(target: str | ProgramConfig) -> tuple[dict[Path, str], bool]:
         sys.path[:] = before
 
 
+@cached
 def calls_current_run(program: ProgramConfig, methods: Collection[str]) -> bool:
     """Return whether a Python program, or a module that it imports, calls one of these methods of
     `current_run`, as its source has it.

@@ -85,7 +85,7 @@ class ProgramConfig:
         is_module = words[0] == "-m"
         target = words[1] if is_module else words[0]
         last = target.rpartition(".")[2] if is_module else PurePath(target).stem
-        return (last or target).lower()
+        return (last.strip(".") or PurePath(self.target).name).lower()
 
     @property
     def argv(self) -> tuple[str, ...]:
@@ -103,15 +103,17 @@ def _interpreted(words: Sequence[str]) -> Sequence[str]:
 
     >>> _interpreted(["-W", "ignore", "-u", "x.py", "--lr"]), _interpreted(["-c", "print()"])
     (['x.py', '--lr'], [])
+    >>> _interpreted(["-euo", "pipefail", "train.sh"])
+    ['train.sh']
     """
     rest = iter(range(len(words)))
     for index in rest:
         word = words[index]
         if CODE.fullmatch(word):
             break
-        if not word.startswith("-") or (word == "-m" and index + 1 < len(words)):
+        if not word.startswith(("-", "+")) or (word == "-m" and index + 1 < len(words)):
             return words[index:]
-        if word in OPTIONS_WITH_VALUE:
+        if word in OPTIONS_WITH_VALUE or re.fullmatch(r"[-+][a-z]*o", word):  # bash's -euo pipefail
             next(rest, None)
     return []
 

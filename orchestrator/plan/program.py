@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from pathlib import PurePath
 from typing import Any
 
 from orchestrator.config.job_source import (
-    PYTHONS,
     calls_current_run,
     copied_script,
     is_this_python,
@@ -68,7 +67,7 @@ class ProgramPlan:
 
 def plan_of_program(config: Config) -> ProgramPlan:
     """Return the plan of a configuration whose job is a program."""
-    program = program_of(config.job)
+    program, cluster = program_of(config.job), config.cluster
     start = ("-m", program.target) if program.is_module else (program.target,)
     return ProgramPlan(
         nodes=node_range(config.cluster.nodes)[1],
@@ -78,7 +77,8 @@ def plan_of_program(config: Config) -> ProgramPlan:
         stop_signal=program.stop_signal,
         warnings=(
             *_like_ours(program.command),
-            *_other_python(program.target),
+            # On nodes a container or a preamble decides which Python that is.
+            *(() if cluster.container or cluster.preamble else _other_python(program.target)),
             *idle_gpus(config),
         ),
     )
@@ -103,7 +103,7 @@ def _like_ours(command: tuple[str, ...]) -> Iterator[str]:
 
 def _other_python(target: str) -> Iterator[str]:
     """Yield a note if the program is a Python of PATH that is not the launcher's."""
-    path = shutil.which(target) if PurePath(target).name.startswith(PYTHONS) else None
+    path = shutil.which(target) if re.fullmatch(r"python[\d.]*", target) else None
     if path is not None and not is_this_python(target):
         yield (
             f"{target} is {path}, not the launcher's {sys.executable}: it may lack packages that "

@@ -63,7 +63,7 @@ def _print_agreement(report: Replayed, agreed: Agreement, console: Console) -> N
     # Logs count from 1.
     print_facts([("update", f"{number} (in the log {number + 1})", ""), *rows], console)
     if agreed.weights is not None:
-        bits = "the same bits as the run's"
+        bits = "the same bits as the run's" if agreed.exact else "none differs from the run's"
         unlike = f"largest relative difference {agreed.weights_difference:.3e}"
         text = unlike if agreed.weights_difference else bits
         good = not agreed.weights_difference or (agreed.holds and not agreed.exact)

@@ -156,7 +156,8 @@ class RecordedRun:
             if loss is None or not math.isfinite(loss):
                 return update
         failures = self.run.failures(self.run.latest_attempt)
-        if any(failure.get("non_finite") for failure in failures):
+        # Earlier versions wrote no `non_finite`.
+        if any(f.get("non_finite", "infinite" in str(f.get("cause"))) for f in failures):
             return self.last + 1
         largest, spike = 0.0, None
         for place, (update, loss) in enumerate(losses):

@@ -188,17 +188,17 @@ def _repeat(
     patience_s: float,
     poll_s: float,
 ) -> T:
-    began, warned = time.monotonic(), False
+    waited_s = 0.0  # the action's own time, minutes perhaps, does not count
     while True:
         try:
             return action()
         except (OSError, RunFolderError) as error:
-            if not may_pass(error) or time.monotonic() - began > patience_s:
+            if not may_pass(error) or waited_s > patience_s:
                 raise
-            if not warned:
+            if not waited_s:
                 tell_wait(error)
-                warned = True
             time.sleep(poll_s)
+            waited_s += poll_s
 
 
 def is_own(path: Path) -> bool:

@@ -23,6 +23,7 @@ from typing import Any
 from orchestrator.config.changes import flat
 from orchestrator.config.job_source import calls_current_run, copied_script
 from orchestrator.config.program import is_program, program_of, target_of
+from orchestrator.config.reading import RUN_FOLDER
 from orchestrator.config.schema import Config
 from orchestrator.errors import RunFolderError
 from orchestrator.rundir.checkpoints import file_sha256, kept_checkpoint, split_reference
@@ -61,12 +62,17 @@ def inputs_of(config: Config) -> dict[str, Any]:
     return inputs
 
 
-def has_done_nothing(run: RunDir) -> bool:
+def has_done_nothing(run: RunDir, config: Config) -> bool:
     """Return whether a program that has ended certainly, or very likely, has computed nothing.
 
     Nothing was recorded and nothing saved; and it records its updates, or its attempts took less
-    than a minute together.
+    than a minute together. One whose words name the run's folder may have saved there.
     """
+    program = program_of(config.job)
+    words = (*program.argv, *program.resume_arguments)
+    names_run = any(RUN_FOLDER in word or str(run.path) in word for word in words)
+    if program.resume_arguments or names_run:
+        return False
     if read_metrics(run.metrics).updates or names_in(run.checkpoints):
         return False
     if (run.read_submission().get(INPUTS) or {}).get(REPORTS):

@@ -345,7 +345,9 @@ def changed_inputs(run: RunDir, resumed: Resumption) -> list[str]:
     accepted what had changed. Nothing counts where no update is done, nor other paths of data that
     are asked for, nor initial weights: the run has a copy.
     """
-    if not resumed.done and (not is_program(resumed.config.job) or has_done_nothing(run)):
+    if not resumed.done and (
+        not is_program(resumed.config.job) or has_done_nothing(run, resumed.config)
+    ):
         return []
     before = run.read_submission().get(INPUTS) or {}
     moved = {
@@ -464,7 +466,7 @@ def prepared_resume(
             if checkpoint is None and run.attempts_made():
                 notes.append(f"{run.path} has no checkpoint yet: it begins again at update 0")
             notes += passed_over
-        elif run.attempts_made() and has_done_nothing(run):
+        elif run.attempts_made() and has_done_nothing(run, config):
             notes.append(f"{run.path} has no update and no checkpoint yet: its program begins anew")
         other_speeds = BALANCE in {change.key for change in resumed.changes}
         if resumed.changes:

@@ -14,6 +14,7 @@ from typing import Any
 
 from orchestrator.clusters.api import class_of
 from orchestrator.config.changes import changes, values_of_result
+from orchestrator.config.program import is_program
 from orchestrator.config.rules import max_concurrent_points
 from orchestrator.config.schema import Config, plain
 from orchestrator.errors import ClusterError, Interrupted, NotNow, RunFolderError, UsageError
@@ -214,7 +215,8 @@ def _task_of_point(
         return replace(task, action=Action.IN_PROGRESS, old=None)
     if changed or force or not status.attempts:
         # Who mended the code of a failed point needs no option, unless that costs its updates.
-        loses_updates = status.state == "finished" or bool(list_checkpoints(run.checkpoints))
+        saved = names_in if is_program(point.config.job) else list_checkpoints
+        loses_updates = status.state == "finished" or bool(saved(run.checkpoints))
         return replace(task, replaces=loses_updates and not force)
     action = Action.NOTHING if status.state == "finished" else Action.RESUME
     return replace(task, action=action, old=None)
@@ -331,8 +333,16 @@ def _move_aside(old: Path, state: str) -> Path:
             was found, and of a damaged folder nobody has asked the scheduler.
     """
     run = RunDir(old)
-    if "damaged" in state and (standing := handle_of(run).in_progress()):
-        raise RunFolderError(f"{old} is in progress ({standing}); stop that run first")
+    if state.startswith("its folder"):  # damaged or half-written: nobody has asked the scheduler
+        try:
+            standing = handle_of(run).in_progress()
+        except RunFolderError as error:
+            raise RunFolderError(
+                f"{error}, so whether {old} is in progress is not known; make sure that no job of "
+                "it is queued or running, then move it away"
+            ) from error
+        if standing:
+            raise RunFolderError(f"{old} is in progress ({standing}); stop that run first")
     with locked(run):
         aside = replaced_folder(old.parent, old.name)
         old.rename(aside)

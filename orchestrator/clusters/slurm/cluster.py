@@ -103,7 +103,8 @@ class SlurmCluster(BaseSlurmCluster):
         settings = retry_unanswered(lambda: self.client().settings(), tell=self.tell)
         own = settings["ClusterName"]
         for name, value in chosen.items():
-            if own not in value.split(","):
+            named = {name.strip().lower() for name in value.split(",")}
+            if not named & {own.lower(), "all"}:
                 raise ClusterError(
                     f"{name}={value} is set, but this machine's cluster is {own}, and -M "
                     f"(--clusters) is not supported: set cluster.slurm_conf to the slurm.conf of "

@@ -597,7 +597,7 @@ def _finalize_locked(run: RunDir, seen: ScheduledJob) -> str | None:
     client = client_of(run, handle.get("slurm_conf"))
     job = queued(client, [seen.id]).get(seen.id) if str(handle["job_id"]) == seen.id else None
     list(run.path.iterdir())  # a network file system then looks for a result once more
-    if job is None or job.alive or is_of_another(run, job) or run.read_result() is not None:
+    if job is None or job.alive or is_of_another(client, run, job) or run.read_result() is not None:
         return None
     attempt = int(handle["attempt"]) + job.restarts + _srun_restarts(run, seen.id)
     if read_newest_attempt(run.newest_attempt) > attempt:

@@ -161,17 +161,34 @@ def is_ours(run: RunDir, job: ScheduledJob) -> bool:
     )
 
 
-def is_of_another(run: RunDir, job: ScheduledJob) -> bool:
+def is_of_another(client: SlurmClient, run: RunDir, job: ScheduledJob) -> bool:
     """Return whether a job is not this run's, though its handle names it: ids begin again where a
     controller has lost its state, and the folder may be a copy.
 
-    A script that this machine does not see may be the run's by another path, if folders of the same
-    names hold it. Of a job without a script nothing is known.
+    A script that this machine does not see may be the run's: by another path, if folders of the
+    same names hold it, or where the folder was at its start, and is no more. Of a job without a
+    script nothing is known.
     """
     if job.command in ("", "(null)") or is_ours(run, job):
         return False
-    ends = [folder.parts[-2:] for folder in _script_folders(run, job)]
-    return os.path.lexists(job.command) or Path(job.command).parent.parts[-2:] not in ends
+    if _has_log_of(client, run, job):  # a site's sbatch may submit a copy of the script
+        return False
+    if os.path.lexists(job.command):
+        return True
+    script = Path(job.command)
+    ends = [folder.absolute().parts[-2:] for folder in _script_folders(run, job)]
+    begun = Path(str(run.read_config()["run"]["dir"]))
+    moved = script.is_relative_to(begun) or script.parent == begun.parent / ARRAYS
+    return not moved and script.parent.parts[-2:] not in ends
+
+
+def _has_log_of(client: SlurmClient, run: RunDir, job: ScheduledJob) -> bool:
+    """Return whether a job's output goes to the run's log; True if the scheduler is silent."""
+    try:
+        answer = client.run("scontrol", "show", "job", job.id)
+    except SchedulerDown:
+        return True
+    return f"StdOut={run.batch_log}" in answer.out.split()
 
 
 def _script_folders(run: RunDir, job: ScheduledJob) -> list[Path]:
@@ -278,7 +295,7 @@ class SlurmHandle(Handle):
         job_id = self.job_id
         try:
             job = queued(self.client, [job_id]).get(job_id)
-            if job is not None and is_of_another(self._run, job):
+            if job is not None and is_of_another(self.client, self._run, job):
                 answer.set_result(None)
             else:
                 answer.set_result(job or accounted(self.client, [job_id]).get(job_id))
@@ -323,7 +340,7 @@ class SlurmHandle(Handle):
 
     def in_progress(self) -> str:
         job = queued(self.client, [self.job_id]).get(self.job_id)
-        if job is None or not job.alive or is_of_another(self._run, job):
+        if job is None or not job.alive or is_of_another(self.client, self._run, job):
             return ""
         return f"{self.title}, {job.state.lower()}"
 

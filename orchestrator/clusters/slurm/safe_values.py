@@ -300,7 +300,8 @@ def check_values(config: Config, run: Path, folder: Path | None = None) -> None:
                 f"cluster.slurm_conf={conf} must be an absolute path, since the run is followed "
                 f"from any folder; try cluster.slurm_conf={Path(conf).absolute()}"
             )
-    if cluster.exclusive not in EXCLUSIVE:
+    is_number = isinstance(cluster.exclusive, int) and not isinstance(cluster.exclusive, bool)
+    if is_number or cluster.exclusive not in EXCLUSIVE:  # 1 equals True
         wrong.append(
             f"cluster.exclusive must be true, false, user (no node is shared with jobs of others) "
             f"or mcs, but is {cluster.exclusive!r}"

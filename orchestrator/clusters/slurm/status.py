@@ -89,7 +89,7 @@ def _query(
     for run in runs:
         status = statuses[run.path]
         job = jobs.get(str(status.job_id))
-        if job is not None and is_of_another(run, job):
+        if job is not None and is_of_another(client, run, job):
             if status.state not in ENDED_STATES:
                 reason = (
                     f"the run's job has ended without a result; job {job.id}, which "

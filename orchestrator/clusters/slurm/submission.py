@@ -45,7 +45,7 @@ ALONE = ("",)  # a run that is a job of its own
 SUBMIT_LIMIT = re.compile(r"\b(Assoc|QOS)\w*SubmitJob\w*Limit\b", re.IGNORECASE)
 NO_NUMBER = "sbatch ended well, but printed no job's number"
 PARSABLE = re.compile(r"^(\d+)(?:;(\S+))?\s*$", re.MULTILINE)
-LOOKS, LOOK_S = 16, 2.0
+LOOKS, LOOK_S = 4, 10.0
 """For a job whose answer was lost. A busy controller makes it after sbatch has given up."""
 LOST_ANSWERS = ("timed out", "zero bytes", "did not answer", NO_NUMBER)
 
