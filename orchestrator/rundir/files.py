@@ -193,7 +193,7 @@ def _repeat(
         try:
             return action()
         except (OSError, RunFolderError) as error:
-            if not may_pass(error) or waited_s > patience_s:
+            if not may_pass(error) or waited_s >= patience_s:
                 raise
             if not waited_s:
                 tell_wait(error)

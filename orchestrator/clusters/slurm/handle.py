@@ -171,22 +171,21 @@ def is_of_another(client: SlurmClient, run: RunDir, job: ScheduledJob) -> bool:
     """
     if job.command in ("", "(null)") or is_ours(run, job):
         return False
-    if _has_log_of(client, run, job):  # a site's sbatch may submit a copy of the script
-        return False
-    if os.path.lexists(job.command):
-        return True
-    script = Path(job.command)
-    ends = [folder.absolute().parts[-2:] for folder in _script_folders(run, job)]
-    begun = Path(str(run.read_config()["run"]["dir"]))
-    moved = script.is_relative_to(begun) or script.parent == begun.parent / ARRAYS
-    return not moved and script.parent.parts[-2:] not in ends
+    if not os.path.lexists(job.command):
+        script = Path(job.command)
+        ends = [folder.absolute().parts[-2:] for folder in _script_folders(run, job)]
+        begun = Path(str(run.read_config()["run"]["dir"]))
+        moved = script.is_relative_to(begun) or script.parent == begun.parent / ARRAYS
+        if moved or script.parent.parts[-2:] in ends:
+            return False
+    return not _has_log_of(client, run, job)  # a site's sbatch may submit a copy of the script
 
 
 def _has_log_of(client: SlurmClient, run: RunDir, job: ScheduledJob) -> bool:
-    """Return whether a job's output goes to the run's log; True if the scheduler is silent."""
+    """Return whether a job's output goes to the run's log; True if that is not known."""
     try:
         answer = client.run("scontrol", "show", "job", job.id)
-    except SchedulerDown:
+    except ClusterError:
         return True
     return f"StdOut={run.batch_log}" in answer.out.split()
 

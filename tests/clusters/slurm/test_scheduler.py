@@ -250,7 +250,7 @@ def test_a_job_that_has_got_the_id_of_a_runs_job_is_not_taken_for_it(submitted, 
     assert found.state == "lost"
     assert finalize_ended_job(submitted, ScheduledJob(id="7", state="FAILED")) is None
     assert not submitted.result.exists()
-    assert not any(call.startswith(("scontrol", "sacct")) for call in calls())
+    assert not any(call.startswith(("scontrol requeue", "sacct")) for call in calls())
     handle = followed.SlurmHandle(submitted)
     handle._find(answer := Future())
     assert answer.result(0) is None
@@ -260,6 +260,7 @@ def test_of_a_run_folder_and_its_copy_the_job_is_the_firsts(submitted, say, tmp_
     batch = submitted.submitit / "000.sh"
     batch.parent.mkdir()
     batch.write_text("")
+    say("scontrol", "JobId=7 StdOut=/home/me/log")
     copy = RunDir(tmp_path / "elsewhere" / "run")
     shutil.copytree(submitted.path, copy.path)
     say("squeue", queue_line(Command=str(batch)))
@@ -272,6 +273,13 @@ def test_a_script_that_only_other_machines_see_by_its_path_may_be_the_runs(submi
     (found,), _ = statuses([submitted])
     assert found.state == "starting"
     assert "running" in followed.SlurmHandle(submitted).in_progress()
+
+
+def test_a_copy_of_the_script_that_a_sites_sbatch_made_may_be_the_runs(submitted, say):
+    say("squeue", queue_line(Command="/var/spool/wrapped/x81.sh"))
+    say("scontrol", f"JobId=7 JobName=a\n   StdOut={submitted.batch_log}\n   Power=")
+    (found,), _ = statuses([submitted])
+    assert found.state == "starting"
 
 
 @pytest.mark.parametrize(
