@@ -188,15 +188,16 @@ def _repeat(
     patience_s: float,
     poll_s: float,
 ) -> T:
-    waited_s = 0.0  # the action's own time, minutes perhaps, does not count
+    waited_s, warned = 0.0, False  # the action's own time, minutes perhaps, does not count
     while True:
         try:
             return action()
         except (OSError, RunFolderError) as error:
             if not may_pass(error) or waited_s >= patience_s:
                 raise
-            if not waited_s:
+            if not warned:
                 tell_wait(error)
+                warned = True
             time.sleep(poll_s)
             waited_s += poll_s
 
