@@ -40,7 +40,7 @@ def say(fifo, word):
             file.write(word)
         return True
 
-    until(written, 30, "a process that waits for a word")
+    until(written, what="a process that waits for a word")
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ def test_a_run_survives_the_loss_of_rank_0s_node_then_a_rank_then_a_frozen_rank(
     os.kill(rank_2, signal.SIGKILL)
     # Ranks 3, 4 and 5; fewer if gloo has lost a send, which ends a rank (trainer/survival.py).
     held = functools.partial(hold.held_members, run, 8, lost=(0, 1, 2))
-    members = helpers.until(held, 90, "holding all members")
+    members = helpers.until(held, what="holding all members")
     frozen = members[-1]
     os.kill(helpers.rank_pid(run, frozen), signal.SIGSTOP)
     hold.release()

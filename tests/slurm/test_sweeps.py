@@ -35,7 +35,7 @@ def wait_for_end(sweep):
         over = all(s in ("finished", "failed", "cancelled", "stopped") for s in found.values())
         return found if over else None
 
-    return until(all_over, 150, f"the end of all points in {sweep}")
+    return until(all_over, what=f"the end of all points in {sweep}")
 
 
 @pytest.fixture(scope="module")
