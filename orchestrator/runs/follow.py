@@ -47,12 +47,11 @@ from orchestrator.rundir.outcome import (
     CANCELLED_AT_ONCE,
     EXIT_CODES,
     NO_RESULT,
-    RestartDecision,
     describe_culprit,
     describe_stop,
-    grant_restart,
     result_from_records,
 )
+from orchestrator.rundir.restarts import RestartDecision, grant_restart
 from orchestrator.rundir.status import kind_of
 from orchestrator.rundir.warnings import NewWarnings
 from orchestrator.runs.inputs import INPUTS, differences

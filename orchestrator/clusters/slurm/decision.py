@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from orchestrator.rundir.outcome import State
-
-FRUITLESS = 10
-"""Starts in a row without progress, after which the run ends."""
+from orchestrator.rundir.restarts import FRUITLESS
 
 
 class Decision(Enum):

@@ -29,7 +29,7 @@ from orchestrator.agent.links import Peer, Port, closed_ports, is_port_closed, p
 from orchestrator.agent.node_spec import published_agents
 from orchestrator.agent.topology import node_names, own_job_id
 from orchestrator.clusters.api import Culprit
-from orchestrator.clusters.slurm.decision import FRUITLESS, AttemptEnd, Decision, decide
+from orchestrator.clusters.slurm.decision import AttemptEnd, Decision, decide
 from orchestrator.clusters.slurm.diagnosis import (
     CAUSES,
     KILLED,
@@ -66,15 +66,20 @@ from orchestrator.rundir.files import (
 )
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import locked
-from orchestrator.rundir.metrics import recent_records, updates_of
 from orchestrator.rundir.outcome import (
     State,
     departure_note,
-    describe_pause,
-    grant_restart,
-    note_pause,
     read_outcome,
     write_result,
+)
+from orchestrator.rundir.restarts import (
+    FRUITLESS,
+    PROGRAM_LEAST_S,
+    count_fruitless,
+    describe_pause,
+    grant_restart,
+    lives_of_quick_failures,
+    note_pause,
 )
 from orchestrator.rundir.srun_log import REQUEUED_BY_OTHERS, STOP_CODES, node_failure
 
@@ -93,9 +98,6 @@ PAUSE_POLL_S = 1.0
 REACH_S = 1.0
 IN_PLACE = 3
 """Fruitless starts in one allocation, before the next is tried on other nodes."""
-PROGRAM_LEAST_S = 60.0
-QUICK_FAILURE_S = 60.0
-"""A start that ran for so long before it failed is followed by the next without a pause."""
 
 
 class Next(Enum):
@@ -271,7 +273,8 @@ def _is_usable(
     """
     if job.state != "RUNNING" or _reason_to_stop(run, job, job.restarts):
         return False
-    if job.requeue and _count_fruitless(run, attempt) >= IN_PLACE:
+    program = is_program(run.read_config()["job"])
+    if job.requeue and count_fruitless(run, attempt, program=program) >= IN_PLACE:
         return False
     finalizing = run.finalizing(attempt)
     ended_by_script = finalizing.exists() and read_text(finalizing)
@@ -420,7 +423,7 @@ def restart_or_end(
         may_restart=job.requeue or in_place,
         program=program,
     )
-    decision = decide(end, partial(_count_fruitless, run, attempt))
+    decision = decide(end, partial(count_fruitless, run, attempt, program=program))
     why = "" if departure is None else str(departure["why"])
     if decision is Decision.STOP:
         write_result(run, State.STOPPED)
@@ -463,7 +466,7 @@ def _judge_failure(
     first = int((run.read_handle() or {}).get("attempt", 0))
     decision = grant_restart(run, attempt, culprit, first=first, most=allowed if may_restart else 0)
     if decision.restarts:
-        pause_s = note_pause(run, attempt, decision.number, _lives_of_quick_failures(run, attempt))
+        pause_s = note_pause(run, attempt, decision.number, lives_of_quick_failures(run, attempt))
         paused = describe_pause(run) if pause_s else None
         tell("; ".join(filter(None, [decision.message, paused])))
         restart(pause_s=pause_s)
@@ -508,59 +511,6 @@ def _describe_no_progress(run: RunDir, attempt: int, why: str, *, lost: bool, pr
         f"{began}; give the job more time (cluster.time_min), less notice "
         f"(cluster.signal_ahead_s), or shorter updates (accumulation.steps)"
     )
-
-
-def _count_fruitless(run: RunDir, attempt: int) -> int:
-    """Return how many starts in a row, up to this one, made no progress since a person asked.
-
-    The progress of a program that reports none is not known: it counts if it ran for some time.
-    """
-    first = int((run.read_handle() or {}).get("attempt", 0))
-    program = is_program(run.read_config()["job"])
-    newest_done = _newest_fruitful(run)
-    began_at: set[object] = set()
-    for number in range(attempt, first - 1, -1):
-        if program:
-            fruitful = number <= newest_done or _ran_s(run, number) >= PROGRAM_LEAST_S
-        else:
-            # A start whose srun died has no note. The first one begins at no checkpoint.
-            note = read_json(run.restart(number)) or ({} if number else {"resumed_from": None})
-            began_at |= {note["resumed_from"]} if "resumed_from" in note else set()
-            # Two starts at different checkpoints: one was saved in between.
-            fruitful = number <= newest_done or len(began_at) > 1
-        if fruitful:
-            return attempt - number
-    return attempt - first + 1
-
-
-def _newest_fruitful(run: RunDir) -> int:
-    """Return the newest attempt that has recorded an update; -1 without one."""
-    done = updates_of(recent_records(run.metrics))[-1:]
-    return done[0].get("attempt", 0) if done else -1
-
-
-def _lives_of_quick_failures(run: RunDir, attempt: int) -> list[float]:
-    """Return for how many seconds the starts in a row ran, up to this one, that failed at once and
-    without an update. One that was preempted or lost a node is none of them.
-    """
-    first = int((run.read_handle() or {}).get("attempt", 0))
-    newest_done = _newest_fruitful(run)
-    lives_s: list[float] = []
-    for number in range(attempt, max(first - 1, newest_done), -1):
-        failed = (read_json(run.departure(number)) or {}).get("failed")
-        if not failed or (life_s := _ran_s(run, number)) >= QUICK_FAILURE_S:
-            break
-        lives_s.append(life_s)
-    return lives_s
-
-
-def _ran_s(run: RunDir, attempt: int) -> float:
-    """Return for how long an attempt's first node ran; 0 if it did not begin."""
-    began = run.node_ranks(attempt, 0)
-    if not began.exists():
-        return 0.0
-    departure = read_json(run.departure(attempt)) or {}
-    return float(departure.get("time", time.time())) - began.stat().st_mtime
 
 
 def finalize_ended_job(run: RunDir, job: ScheduledJob) -> str | None:

@@ -2,8 +2,9 @@
 
 import pytest
 
-from orchestrator.clusters.slurm.decision import FRUITLESS, AttemptEnd, Decision, decide
+from orchestrator.clusters.slurm.decision import AttemptEnd, Decision, decide
 from orchestrator.rundir.outcome import State
+from orchestrator.rundir.restarts import FRUITLESS
 
 LEFT = {"departed": True}
 LOST = {"departed": True, "lost": True}

@@ -110,9 +110,7 @@ def test_an_agent_that_could_not_begin_is_told_by_its_last_exception_or_line(run
     ("first", "cause"), [("", SRUN_ENDED), ("srun: error: Node failure on n1\n", "node n1 failed")]
 )
 def test_a_step_that_was_ended_from_outside_is_the_fault_of_no_rank(run, first, cause):
-    run.srun_log(0).write_text(
-        f"{first}srun: Job step aborted\nsrun: error: n1: task 1: Killed\n"
-    )
+    run.srun_log(0).write_text(f"{first}srun: Job step aborted\nsrun: error: n1: task 1: Killed\n")
     run.node_log("node1").write_text("INFO: the last line\n")
     assert culprit_of(run, 0, 137).cause == cause
     write_failure(run, 0, "y", secondary=True)

@@ -22,7 +22,6 @@ from orchestrator.clusters.slurm.diagnosis import (
 )
 from orchestrator.clusters.slurm.finalize import (
     CAUSES,
-    FRUITLESS,
     KILLED,
     MARGIN_S,
     Next,
@@ -44,6 +43,7 @@ from orchestrator.config.schema import Config, RunConfig
 from orchestrator.errors import START_AGAIN, ClusterError, RunFolderError
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.outcome import departure_note, read_outcome
+from orchestrator.rundir.restarts import FRUITLESS
 from orchestrator.rundir.status import from_folder
 from tests.agent.specs import node_spec
 from tests.clusters.slurm.queue_lines import queue_line
@@ -507,9 +507,7 @@ def test_the_node_that_srun_missed_is_the_cause_of_the_loss_of_the_others(run):
     lost = Culprit(rank=None, node="n1", cause="the node went away: its agent is gone")
     ended(run, 0, "failed", culprit=lost, lost="node n1 stopped answering")
     write_json(run.node_ranks(0, 0), {"node": "n0", "ranks": [0]})
-    run.srun_log(0).write_text(
-        f"{MISSING} 0\nsrun: Job step aborted: Waiting up to 5 seconds\n"
-    )
+    run.srun_log(0).write_text(f"{MISSING} 0\nsrun: Job step aborted: Waiting up to 5 seconds\n")
     assert why_cut_short(run, 0, KILLED, "") == "node n0 failed"
 
 
