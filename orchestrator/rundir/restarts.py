@@ -1,6 +1,9 @@
 """The restart policy: which restarts are granted, after which pause, and what is no progress.
 
-Whoever starts a run's attempts (`runs/follow.py`, `clusters/slurm/finalize.py`) asks here.
+Those that start a run's attempts (`runs/follow.py`, `clusters/slurm/finalize.py`) ask here. A
+restart that is granted is recorded once, in the attempt's decision.json, before any part of it is
+carried out: to repeat the end of an attempt after an error is to carry out what was decided. That
+file has one writer, the process that decides; departure.json is the ranks' own.
 """
 
 from __future__ import annotations
@@ -9,8 +12,9 @@ import builtins
 import math
 import re
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from orchestrator.rundir.files import read_json, write_json
@@ -31,6 +35,14 @@ as the one before."""
 FIRST_PAUSE_S, MOST_PAUSE_S = 30.0, 600.0
 
 
+class RestartKind(Enum):
+    """How the next attempt starts: by the launcher, by a requeue, or by srun in the allocation."""
+
+    LAUNCHER = "launcher"
+    REQUEUE = "requeue"
+    NEW_SRUN = "new srun"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestartDecision:
     """The decision on another attempt.
@@ -38,11 +50,33 @@ class RestartDecision:
     Attributes:
         message: which one begins, or why none, if remarkable.
         number: of the restart, from 1.
+        note: of the failure, for `record_restart`; {} without a restart.
     """
 
     restarts: bool
     message: str = ""
     number: int = 0
+    note: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+def read_departure(run: RunDir, attempt: int) -> dict[str, Any] | None:
+    """Return why another attempt follows this one: the decision, else the note that its ranks left;
+    None if neither exists. Earlier versions wrote both into departure.json.
+    """
+    return read_json(run.decision(attempt)) or read_json(run.departure(attempt))
+
+
+def record_restart(
+    run: RunDir, attempt: int, note: Mapping[str, Any], kind: RestartKind
+) -> dict[str, Any]:
+    """Record that a restart follows an attempt; return the record, which has `note`'s keys.
+
+    Args:
+        note: a departure note; of a failed attempt also `failed`, and `pause` if the restart waits.
+    """
+    record = {**note, "kind": kind.value}
+    write_json(run.decision(attempt), record)
+    return record
 
 
 NUMBER = re.compile(r"0x[0-9a-f]+|\d[\d.]*(?: ?[KMGT]i?B\b)?", re.IGNORECASE)
@@ -70,7 +104,7 @@ def _is_same_error(error: str, earlier: str) -> bool:
 def grant_restart(
     run: RunDir, attempt: int, culprit: Culprit, *, first: int, most: int
 ) -> RestartDecision:
-    """Grant a failed run another start, or refuse it; a restart is noted in the attempt's folder.
+    """Grant a failed run another start, or refuse it; `record_restart` is to follow.
 
     The launcher (local) or the scheduler (SLURM) starts it. A start that a person asked for gives
     a new allowance; preemption, time limits and lost nodes are no failures of the run.
@@ -84,7 +118,7 @@ def grant_restart(
     earlier: list[dict[str, Any]] = [
         departure["failed"]
         for number in range(first, attempt)
-        if (departure := read_json(run.departure(number))) and departure.get("failed")
+        if (departure := read_departure(run, number)) and departure.get("failed")
     ]
     progress = read_progress(run.progress(attempt))
     update = progress.update if progress else -1
@@ -114,17 +148,17 @@ def grant_restart(
         return RestartDecision(restarts=False, message=message)
     why = describe_culprit(culprit.to_json()).split("\n", maxsplit=1)[0]
     failed = {"attempt": attempt, "update": update, "raised": raised}
-    write_json(run.departure(attempt), {**departure_note(why), "failed": failed})
     begins = "starts the program again" if program else "begins from the newest checkpoint"
     number = len(earlier) + 1
     message = (
         f"attempt {attempt + 1} {begins} (restart {number} of {most} that run.max_restarts allows)"
     )
-    return RestartDecision(restarts=True, message=message, number=number)
+    note = {**departure_note(why), "failed": failed}
+    return RestartDecision(restarts=True, message=message, number=number, note=note)
 
 
-def note_pause(run: RunDir, attempt: int, number: int, lives_s: Sequence[float]) -> float:
-    """Record in the attempt's folder how long the restart after it waits; return the seconds.
+def pause_before(number: int, lives_s: Sequence[float]) -> dict[str, Any] | None:
+    """Return until when a restart waits, and why; None if it follows at once.
 
     Each start has its price on a cluster (its prolog on every node), and one that fails at once
     probably fails again. So restarts follow ever more slowly, but none is refused: what a start
@@ -137,23 +171,26 @@ def note_pause(run: RunDir, attempt: int, number: int, lives_s: Sequence[float])
     """
     doublings = len(lives_s) - FREE_RESTARTS - 1
     if doublings < 0:
-        return 0.0
+        return None
     pause_s = min(FIRST_PAUSE_S * 2.0 ** min(doublings, 30), MOST_PAUSE_S)
     within_s = max(1, math.ceil(max(lives_s)))
     why = f"it failed {len(lives_s)} times within {within_s} s of its start"
-    pause = {"restart": number, "until": time.time() + pause_s, "why": why}
-    write_json(
-        run.departure(attempt), {**(read_json(run.departure(attempt)) or {}), "pause": pause}
-    )
-    return pause_s
+    return {"restart": number, "until": time.time() + pause_s, "why": why}
+
+
+def left_of_pause_s(record: Mapping[str, Any]) -> float:
+    """Return for how many seconds a recorded restart still waits."""
+    pause: Mapping[str, Any] | None = record.get("pause")
+    return max(0.0, pause["until"] - time.time()) if pause else 0.0
 
 
 def describe_pause(run: RunDir) -> str | None:
     """Return when and why the run's next restart follows; None if none is waited for."""
-    pause: dict[str, Any] | None = (read_json(run.departure(run.latest_attempt)) or {}).get("pause")
-    left_s = pause["until"] - time.time() if pause else 0.0
-    if pause is None or left_s <= 0:
+    record = read_departure(run, run.latest_attempt) or {}
+    left_s = left_of_pause_s(record)
+    if not left_s:
         return None
+    pause: Mapping[str, Any] = record["pause"]
     return f"restart {pause['restart']} in {format_seconds(math.ceil(left_s))}: {pause['why']}"
 
 
@@ -186,14 +223,14 @@ def _newest_fruitful(run: RunDir) -> int:
 
 
 def lives_of_quick_failures(run: RunDir, attempt: int) -> list[float]:
-    """Return for how many seconds the starts in a row ran, up to this one, that failed at once and
-    without an update. One that was preempted or lost a node is none of them.
+    """Return for how many seconds the starts in a row ran, up to this one, which has failed, that
+    failed at once and without an update. One that was preempted or lost a node is none of them.
     """
     first = int((run.read_handle() or {}).get("attempt", 0))
     newest_done = _newest_fruitful(run)
     lives_s: list[float] = []
     for number in range(attempt, max(first - 1, newest_done), -1):
-        failed = (read_json(run.departure(number)) or {}).get("failed")
+        failed = number == attempt or (read_departure(run, number) or {}).get("failed")
         if not failed or (life_s := _ran_s(run, number)) >= QUICK_FAILURE_S:
             break
         lives_s.append(life_s)
@@ -202,8 +239,11 @@ def lives_of_quick_failures(run: RunDir, attempt: int) -> list[float]:
 
 def _ran_s(run: RunDir, attempt: int) -> float:
     """Return for how long an attempt's first node ran; 0 if it did not begin."""
-    began = run.node_ranks(attempt, 0)
-    if not began.exists():
+    path = run.node_ranks(attempt, 0)
+    began = read_json(path)
+    if began is None:
         return 0.0
-    departure = read_json(run.departure(attempt)) or {}
-    return float(departure.get("time", time.time())) - began.stat().st_mtime
+    # Both times are of the first node's clock, not of the file server's.
+    began_at = began["time"] if "time" in began else path.stat().st_mtime  # of an earlier version
+    ended_at = (read_departure(run, attempt) or {}).get("time", time.time())
+    return float(ended_at) - float(began_at)

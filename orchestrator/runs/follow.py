@@ -51,7 +51,12 @@ from orchestrator.rundir.outcome import (
     describe_stop,
     result_from_records,
 )
-from orchestrator.rundir.restarts import RestartDecision, grant_restart
+from orchestrator.rundir.restarts import (
+    RestartDecision,
+    RestartKind,
+    grant_restart,
+    record_restart,
+)
 from orchestrator.rundir.status import kind_of
 from orchestrator.rundir.warnings import NewWarnings
 from orchestrator.runs.inputs import INPUTS, differences
@@ -308,6 +313,7 @@ def _run_attempts(ready: PreparedRun) -> int:
             decision = grant_restart(run, number, culprit, first=ready.request.attempt, most=most)
         if culprit is None or not decision.restarts:
             break
+        record_restart(run, number, decision.note, RestartKind.LAUNCHER)
         Notifier(run).send()
         output.note(describe_culprit(culprit.to_json()), "bold red")
         output.note(decision.message, "yellow")

@@ -7,7 +7,12 @@ import pytest
 from orchestrator.clusters.api import Culprit
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.metrics import ProgressWriter
-from orchestrator.rundir.restarts import RestartDecision, grant_restart
+from orchestrator.rundir.restarts import (
+    RestartDecision,
+    RestartKind,
+    grant_restart,
+    record_restart,
+)
 from tests.run_folders import write_failure
 
 KILLED = Culprit(rank=1, node="node0", cause="killed by signal 9 (SIGKILL)")
@@ -21,7 +26,10 @@ def ruled(run, culprit, *, most=2, first=0, update=None):
         ProgressWriter(run.progress(attempt)).write(update, 0, 4)
     if culprit.cause != KILLED.cause:
         write_failure(run, 1, culprit.cause, attempt=attempt)
-    return grant_restart(run, attempt, culprit, first=first, most=most)
+    decision = grant_restart(run, attempt, culprit, first=first, most=most)
+    if decision.restarts:
+        record_restart(run, attempt, decision.note, RestartKind.LAUNCHER)
+    return decision
 
 
 def test_without_an_allowance_or_once_cancelled_nothing_starts_again_and_nothing_is_said(run):
@@ -36,7 +44,7 @@ def test_as_many_restarts_as_are_allowed(run):
     assert "attempt 2 begins" in decisions[1].message
     assert "restart 2 of 2" in decisions[1].message
     assert "run.max_restarts=2" in decisions[2].message
-    assert "rank 1 on node0 failed first: killed" in read_json(run.departure(0))["why"]
+    assert "rank 1 on node0 failed first: killed" in read_json(run.decision(0))["why"]
 
 
 def test_a_start_by_a_person_gives_a_new_allowance(run):
@@ -86,16 +94,17 @@ def test_the_same_exception_without_progress_or_a_wrong_request_ends_it_early(ru
 def test_the_note_of_a_restart_says_where_it_failed_and_what_was_raised(run):
     before = time.time()
     assert ruled(run, RAISED, update=5).restarts
-    note = read_json(run.departure(0))
+    note = read_json(run.decision(0))
     assert before <= note.pop("time") <= time.time()
     assert note == {
         "why": "rank 1 on node0 failed first: ValueError: wrong",
         "updates": None,
+        "kind": "launcher",
         "failed": {"attempt": 0, "update": 5, "raised": "ValueError: wrong"},
     }
     assert ruled(run, KILLED).restarts
     killed = {"attempt": 1, "update": -1, "raised": None}
-    assert read_json(run.departure(1))["failed"] == killed
+    assert read_json(run.decision(1))["failed"] == killed
 
 
 def test_an_exception_that_only_followed_or_was_another_ranks_is_not_the_runs_own(run):
@@ -103,8 +112,8 @@ def test_an_exception_that_only_followed_or_was_another_ranks_is_not_the_runs_ow
         attempt = run.attempts_made()
         run.attempt(attempt).mkdir()
         write_failure(run, rank, attempt=attempt, secondary=secondary)
-        assert grant_restart(run, attempt, KILLED, first=0, most=9).restarts
-        assert read_json(run.departure(attempt))["failed"]["raised"] is None
+        note = grant_restart(run, attempt, KILLED, first=0, most=9).note
+        assert note["failed"]["raised"] is None
 
 
 def test_departures_that_were_no_failures_use_nothing_up(run):
