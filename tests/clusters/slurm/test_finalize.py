@@ -943,3 +943,34 @@ def test_an_ended_job_carries_out_a_restart_that_its_script_could_only_record(ru
     run.cancel.touch()
     again, handed_back, end = concluded(run, FRUITLESS, departure=None)
     assert (again, handed_back, end["state"]) == (False, 0, "stopped")
+
+
+@pytest.mark.parametrize(
+    ("values", "script_gone", "follows"),
+    [
+        ({"Reason": "TimeLimit"}, "", Next.NEW_SRUN),  # which it was not when that was decided
+        ({}, "its batch script was killed", Next.REQUEUE),
+        ({"State": "COMPLETING", "Reason": "TimeLimit"}, "", Next.REQUEUE),
+    ],
+)
+def test_a_recorded_new_srun_follows_where_srun_can_still_be_run(
+    run, monkeypatch, values, script_gone, follows
+):
+    attempts(run, 1)
+    note = departure_note("node n1 failed", lost=True)
+    write_json(run.decision(0), {**note, "kind": "new srun"})
+    commands = []
+
+    def answer(_, *command, **__):
+        if command[0] == "squeue":
+            return job_status(**values)
+        commands.append(command)
+        return Answer(0, "", "")
+
+    monkeypatch.setattr(SlurmClient, "run", answer)
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    assert finalize_in_job(run.path, 0, 1, "", script_gone=script_gone) is follows
+    assert read_json(run.decision(0)) == {**note, "kind": follows.value}
+    assert commands == (REQUEUED if follows is Next.REQUEUE else [])
+    assert run.srun_restarts("77").exists() == (follows is Next.NEW_SRUN)
