@@ -140,7 +140,7 @@ def outcome_from_json(record: Mapping[str, Any]) -> AttemptOutcome:
 
 
 def departure_note(why: str, updates: int | None = None, *, lost: bool = False) -> dict[str, Any]:
-    """Return the content of departure.json.
+    """Return a departure note: the content of departure.json, and the first keys of decision.json.
 
     Args:
         updates: completed before it, if known.

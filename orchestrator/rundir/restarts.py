@@ -3,7 +3,7 @@
 Those that start a run's attempts (`runs/follow.py`, `clusters/slurm/finalize.py`) ask here. A
 restart that is granted is recorded once, in the attempt's decision.json, before any part of it is
 carried out: to repeat the end of an attempt after an error is to carry out what was decided. That
-file has one writer, the process that decides; departure.json is the ranks' own.
+file has one writer, the process that decides; departure.json is of the ranks and their agents.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import builtins
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -157,8 +157,9 @@ def grant_restart(
     return RestartDecision(restarts=True, message=message, number=number, note=note)
 
 
-def pause_before(number: int, lives_s: Sequence[float]) -> dict[str, Any] | None:
-    """Return until when a restart waits, and why; None if it follows at once.
+def pause_before(run: RunDir, attempt: int, number: int) -> dict[str, Any] | None:
+    """Return until when the restart after a failed attempt waits, and why; None if it follows at
+    once.
 
     Each start has its price on a cluster (its prolog on every node), and one that fails at once
     probably fails again. So restarts follow ever more slowly, but none is refused: what a start
@@ -166,9 +167,8 @@ def pause_before(number: int, lives_s: Sequence[float]) -> dict[str, Any] | None
 
     Args:
         number: of the restart.
-        lives_s: how long each of the starts in a row has run that failed without progress, up to
-            this one.
     """
+    lives_s = _lives_of_quick_failures(run, attempt)
     doublings = len(lives_s) - FREE_RESTARTS - 1
     if doublings < 0:
         return None
@@ -222,7 +222,7 @@ def _newest_fruitful(run: RunDir) -> int:
     return done[0].get("attempt", 0) if done else -1
 
 
-def lives_of_quick_failures(run: RunDir, attempt: int) -> list[float]:
+def _lives_of_quick_failures(run: RunDir, attempt: int) -> list[float]:
     """Return for how many seconds the starts in a row ran, up to this one, which has failed, that
     failed at once and without an update. One that was preempted or lost a node is none of them.
     """

@@ -82,7 +82,6 @@ from orchestrator.rundir.restarts import (
     describe_pause,
     grant_restart,
     left_of_pause_s,
-    lives_of_quick_failures,
     pause_before,
     record_restart,
 )
@@ -487,7 +486,7 @@ def _judge_failure(
     most = allowed if end.may_restart else 0
     decision = grant_restart(run, attempt, culprit, first=first, most=most)
     if decision.restarts:
-        pause = pause_before(decision.number, lives_of_quick_failures(run, attempt))
+        pause = pause_before(run, attempt, decision.number)
         note = {**decision.note, **({"pause": pause} if pause else {})}
         record = record_restart(run, attempt, note, kind)
         tell("; ".join(filter(None, [decision.message, describe_pause(run)])))
