@@ -163,7 +163,8 @@ class Disturbed:
     def _measure(self, at: float, before: int) -> None:
         run = self._run.run
         left = run.attempt(max(0, before))
-        signs = [p.stat().st_mtime for p in (*left.glob("departure.json"), *left.glob("failure-*"))]
+        names = ("departure.json", "decision.json", "failure-*")
+        signs = [path.stat().st_mtime for name in names for path in left.glob(name)]
         seen = [sign for sign in signs if sign >= at - 0.5]
         begun = run.node_ranks(max(0, before) + 1, 0)
         if seen and begun.exists():

@@ -32,6 +32,7 @@ from orchestrator.errors import ConfigError, RunFolderError
 from orchestrator.rundir.files import APPENDING, open_nofollow, read_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import describe_culprit, read_outcome
+from orchestrator.rundir.restarts import read_departure
 from orchestrator.rundir.warnings import warn_of
 
 log = logging.getLogger(__name__)
@@ -96,7 +97,7 @@ def messages(run: RunDir) -> Iterator[tuple[str, str, str]]:
         if wrong := read_json(run.wrong_result(number)):
             ranks = "-".join(map(str, wrong["ranks"]))
             yield f"sentinel-{number}-{ranks}", "sentinel", wrong["text"]
-        departure = read_json(run.departure(number))
+        departure = read_departure(run, number)
         if departure and result is None:
             again = f"attempt {number} has ended, and another follows: {departure['why']}"
             yield f"requeue-{number}", "requeue", again

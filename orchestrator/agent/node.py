@@ -11,6 +11,7 @@ import argparse
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -79,7 +80,8 @@ def run_node(path: Path, attempt: int, agent_of: Callable[[NodeSpec], Agent] = A
     config = read_config(run.existing().read_config())
     spec = node_spec(run, attempt, config, os.environ)
     ranks = list(spec.ranks_of(spec.index))
-    path, table = run.node_ranks(attempt, spec.index), {"node": spec.name, "ranks": ranks}
+    path = run.node_ranks(attempt, spec.index)
+    table = {"node": spec.name, "ranks": ranks, "time": time.time()}
     await_disk_space(lambda: write_json(path, table), log.warning)
     return NodeProcesses([spec], [worker_environment(spec)], agent_of).run()
 

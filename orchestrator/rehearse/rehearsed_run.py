@@ -143,7 +143,8 @@ class RehearsedRun(ABC):
             generation["time"] >= since and generation.get("gone") for generation in generations
         ):
             return True
-        return self.run.attempts_made() > attempt + 1 or self.run.departure(attempt).exists()
+        ends = (self.run.departure(attempt), self.run.decision(attempt))
+        return self.run.attempts_made() > attempt + 1 or any(path.exists() for path in ends)
 
     @property
     @abstractmethod

@@ -143,7 +143,8 @@ class RunDir:
     finalizing = _of_attempt("finalizing")  # the batch script lives, and finalizes the attempt
     stall = _of_attempt("stall.json")  # its ranks make no progress, by its coordinator
     wrong_result = _of_attempt("wrong-result.json")  # ranks that the sentinel has named
-    departure = _of_attempt("departure.json")  # why it ended although the run continues
+    departure = _of_attempt("departure.json")  # why its ranks left, although the run continues
+    decision = _of_attempt("decision.json")  # which restart follows it, and why
     restart = _of_attempt("restart.json")  # why it began, and what the one before it lost
     srun_log = _of_attempt("srun.log")
     # Files of one rank, or of one node, in one attempt.

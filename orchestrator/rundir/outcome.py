@@ -1,29 +1,19 @@
-"""The end of a run: its state, the culprit of a failure, result.json, and automatic restarts."""
+"""The end of a run: its state, the culprit of a failure, and result.json."""
 
 from __future__ import annotations
 
-import builtins
 import enum
 import logging
-import math
-import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.metrics import (
-    Figures,
-    read_metrics,
-    read_progress,
-    recent_records,
-    updates_of,
-)
+from orchestrator.rundir.metrics import Figures, read_metrics
 from orchestrator.rundir.program_link import STOP_HANDLER
-from orchestrator.units import format_seconds, plural
 
 log = logging.getLogger(__name__)
 
@@ -42,10 +32,6 @@ class State(enum.Enum):
         return self in (State.FINISHED, State.STOPPED, State.FAILED)
 
 
-FREE_RESTARTS = 2
-"""Restarts after failures without progress that follow at once; each later pause is twice as long
-as the one before."""
-FIRST_PAUSE_S, MOST_PAUSE_S = 30.0, 600.0
 NO_RESULT = "all ranks ended in order, but none wrote a result"
 EXIT_CODES = {
     State.FINISHED: EXIT_FINISHED,
@@ -154,7 +140,7 @@ def outcome_from_json(record: Mapping[str, Any]) -> AttemptOutcome:
 
 
 def departure_note(why: str, updates: int | None = None, *, lost: bool = False) -> dict[str, Any]:
-    """Return the content of departure.json.
+    """Return a departure note: the content of departure.json, and the first keys of decision.json.
 
     Args:
         updates: completed before it, if known.
@@ -274,129 +260,3 @@ def describe_stop(run: RunDir) -> str:
         return "stops once all its ranks are done with the same update, and saves as it does then"
     signal = f"SIG{program.get('stop_signal', 'TERM')}"
     return f"gets {signal} on every rank; what it does then, and whether it saves, is its own"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RestartDecision:
-    """The decision on another attempt.
-
-    Attributes:
-        message: which one begins, or why none, if remarkable.
-        number: of the restart, from 1.
-    """
-
-    restarts: bool
-    message: str = ""
-    number: int = 0
-
-
-NUMBER = re.compile(r"0x[0-9a-f]+|\d[\d.]*(?: ?[KMGT]i?B\b)?", re.IGNORECASE)
-"""A number in an error's text, with its unit: a size, a process id, an address in memory."""
-
-
-def _is_same_error(error: str, earlier: str) -> bool:
-    """Return whether two attempts raised the same: the type, and the text but for its numbers.
-
-    An `OSError`, or one on a URL, comes from outside, and its numbers may name another file, host
-    or port, so another start may get further.
-
-    >>> memory = "OutOfMemoryError: CUDA out of memory. Tried to allocate {}; process {} has {}"
-    >>> _is_same_error(memory.format("2.00 GiB", 41, "9 MiB"), memory.format("512 MiB", 7, "1 GiB"))
-    True
-    >>> _is_same_error("ConnectionError: no 10.0.0.1:80", "ConnectionError: no 10.0.0.2:80")
-    False
-    """
-    kind = getattr(builtins, error.partition(":")[0].rpartition(".")[2], None)
-    if "://" in error or (isinstance(kind, type) and issubclass(kind, OSError)):
-        return error == earlier
-    return NUMBER.sub("", error) == NUMBER.sub("", earlier)
-
-
-def grant_restart(
-    run: RunDir, attempt: int, culprit: Culprit, *, first: int, most: int
-) -> RestartDecision:
-    """Grant a failed run another start, or refuse it; a restart is noted in the attempt's folder.
-
-    The launcher (local) or the scheduler (SLURM) starts it. A start that a person asked for gives
-    a new allowance; preemption, time limits and lost nodes are no failures of the run.
-
-    Args:
-        first: the attempt that a person asked for; those after it were restarts or requeues.
-        most: `run.max_restarts`.
-    """
-    if most == 0 or culprit.usage or run.cancel.exists():
-        return RestartDecision(restarts=False)
-    earlier: list[dict[str, Any]] = [
-        departure["failed"]
-        for number in range(first, attempt)
-        if (departure := read_json(run.departure(number))) and departure.get("failed")
-    ]
-    progress = read_progress(run.progress(attempt))
-    update = progress.update if progress else -1
-    program = bool(run.read_plan().get("program"))
-    raised: str | None = None  # stays so if a process, a node or a peer was lost
-    if culprit.hangs:
-        raised = "hung"
-        if program:  # which may record what it has done
-            done = updates_of(recent_records(run.metrics))[-1:]
-            update = done[0]["update"] if done else -1
-    elif not program:  # whose progress is unknown: its next start may get further
-        own = [f for f in run.failures(attempt) if f["rank"] == culprit.rank and not f["secondary"]]
-        raised = str(own[0]["cause"]) if own else None
-    before = earlier[-1]["raised"] if earlier else None
-    same = raised is not None and before is not None and _is_same_error(raised, before)
-    if same and update <= earlier[-1]["update"]:  # without an update in between
-        where = f"in update {update}" if update >= 0 else "before the first update"
-        did = "hung" if culprit.hangs else "raised the same"
-        message = (
-            f"not started again: attempt {earlier[-1]['attempt']} {did} {where}, so another start "
-            f"would only repeat it"
-        )
-        return RestartDecision(restarts=False, message=message)
-    if len(earlier) >= most:
-        times = plural(len(earlier), "time")
-        message = f"not started again: that was done {times} already (run.max_restarts={most})"
-        return RestartDecision(restarts=False, message=message)
-    why = describe_culprit(culprit.to_json()).split("\n", maxsplit=1)[0]
-    failed = {"attempt": attempt, "update": update, "raised": raised}
-    write_json(run.departure(attempt), {**departure_note(why), "failed": failed})
-    begins = "starts the program again" if program else "begins from the newest checkpoint"
-    number = len(earlier) + 1
-    message = (
-        f"attempt {attempt + 1} {begins} (restart {number} of {most} that run.max_restarts allows)"
-    )
-    return RestartDecision(restarts=True, message=message, number=number)
-
-
-def note_pause(run: RunDir, attempt: int, number: int, lives_s: Sequence[float]) -> float:
-    """Record in the attempt's folder how long the restart after it waits; return the seconds.
-
-    Each start has its price on a cluster (its prolog on every node), and one that fails at once
-    probably fails again. So restarts follow ever more slowly, but none is refused: what a start
-    needs (a licence server, say) may come back after hours.
-
-    Args:
-        number: of the restart.
-        lives_s: how long each of the starts in a row has run that failed without progress, up to
-            this one.
-    """
-    doublings = len(lives_s) - FREE_RESTARTS - 1
-    if doublings < 0:
-        return 0.0
-    pause_s = min(FIRST_PAUSE_S * 2.0 ** min(doublings, 30), MOST_PAUSE_S)
-    within_s = max(1, math.ceil(max(lives_s)))
-    why = f"it failed {len(lives_s)} times within {within_s} s of its start"
-    pause = {"restart": number, "until": time.time() + pause_s, "why": why}
-    write_json(
-        run.departure(attempt), {**(read_json(run.departure(attempt)) or {}), "pause": pause}
-    )
-    return pause_s
-
-
-def describe_pause(run: RunDir) -> str | None:
-    """Return when and why the run's next restart follows; None if none is waited for."""
-    pause: dict[str, Any] | None = (read_json(run.departure(run.latest_attempt)) or {}).get("pause")
-    left_s = pause["until"] - time.time() if pause else 0.0
-    if pause is None or left_s <= 0:
-        return None
-    return f"restart {pause['restart']} in {format_seconds(math.ceil(left_s))}: {pause['why']}"

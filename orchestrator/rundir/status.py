@@ -16,7 +16,8 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.generations import GenerationRecord
 from orchestrator.rundir.lock import is_locked
 from orchestrator.rundir.metrics import Figures, recent_pace, recent_records, updates_of
-from orchestrator.rundir.outcome import describe_pause, name_of_culprit
+from orchestrator.rundir.outcome import name_of_culprit
+from orchestrator.rundir.restarts import describe_pause
 from orchestrator.rundir.warnings import read_warnings
 
 ENDED_STATES = ("finished", "failed", "stopped", "cancelled", "pruned")

@@ -47,11 +47,15 @@ from orchestrator.rundir.outcome import (
     CANCELLED_AT_ONCE,
     EXIT_CODES,
     NO_RESULT,
-    RestartDecision,
     describe_culprit,
     describe_stop,
-    grant_restart,
     result_from_records,
+)
+from orchestrator.rundir.restarts import (
+    RestartDecision,
+    RestartKind,
+    grant_restart,
+    record_restart,
 )
 from orchestrator.rundir.status import kind_of
 from orchestrator.rundir.warnings import NewWarnings
@@ -309,6 +313,7 @@ def _run_attempts(ready: PreparedRun) -> int:
             decision = grant_restart(run, number, culprit, first=ready.request.attempt, most=most)
         if culprit is None or not decision.restarts:
             break
+        record_restart(run, number, decision.note, RestartKind.LAUNCHER)
         Notifier(run).send()
         output.note(describe_culprit(culprit.to_json()), "bold red")
         output.note(decision.message, "yellow")

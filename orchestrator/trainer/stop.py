@@ -24,10 +24,10 @@ from orchestrator.client.loop import Callback, CompletedUpdate, TrainingProgress
 from orchestrator.config.schema import end_s, notice_s
 from orchestrator.errors import StopRequested
 from orchestrator.rundir.checkpoints import Fence
-from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RESUMED, RunDir
 from orchestrator.rundir.metrics import read_progress, recent_records, updates_of
 from orchestrator.rundir.outcome import describe_culprit, read_outcome
+from orchestrator.rundir.restarts import read_departure
 from orchestrator.rundir.srun_log import cancellation, node_failure
 from orchestrator.rundir.warnings import warn
 
@@ -263,7 +263,7 @@ def restart_reason(run: RunDir, attempt: int) -> str | None:
     if not before:
         return None
     last = max(before)
-    departure: dict[str, Any] | None = read_json(run.departure(last))
+    departure = read_departure(run, last)
     if departure is not None:
         return str(departure["why"])
     outcome = read_outcome(run, last)

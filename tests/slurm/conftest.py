@@ -14,7 +14,14 @@ from slurm.testing import dev_cluster
 from tests.helpers import until
 from tests.slurm.runs import LONG, queued, reference
 
-_RUN_FILES = ("*.log", "departure.json", "restart.json", "failure-*.json", "result.json")
+_RUN_FILES = (
+    "*.log",
+    "departure.json",
+    "decision.json",
+    "restart.json",
+    "failure-*.json",
+    "result.json",
+)
 
 
 @pytest.fixture(scope="session")

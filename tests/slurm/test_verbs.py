@@ -56,7 +56,7 @@ def test_a_program_that_fails_at_once_waits_in_the_queue_until_its_next_restart(
     job = runs.job_of(run)
 
     def waits():
-        notes = sorted(run.glob("attempts/0*/departure.json"))
+        notes = sorted(run.glob("attempts/0*/decision.json"))
         pause = json.loads(notes[-1].read_text()).get("pause") if notes else None
         begins = slurm.command("squeue", "-h", "-t", "PENDING", "-j", job, "-o", "%S").strip()
         if pause is None or begins in ("", "N/A"):

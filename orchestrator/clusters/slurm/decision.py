@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from orchestrator.rundir.outcome import State
-
-FRUITLESS = 10
-"""Starts in a row without progress, after which the run ends."""
+from orchestrator.rundir.restarts import FRUITLESS
 
 
 class Decision(Enum):
@@ -41,6 +39,7 @@ class AttemptEnd:
         state: by the coordinator; None if it wrote none.
         began: a node of it began.
         departed: it left in order, or was cut short; `lost`: by a loss, not by a stop.
+        granted: a restart after it is recorded already, and perhaps not carried out.
         cancelled: the run is, by `cancel`.
         may_restart: the job may be requeued, or the next attempt begins in its allocation.
         program: the run is one of a program.
@@ -50,6 +49,7 @@ class AttemptEnd:
     began: bool = True
     departed: bool = False
     lost: bool = False
+    granted: bool = False
     cancelled: bool = False
     may_restart: bool = True
     program: bool = False
@@ -61,6 +61,8 @@ def decide(end: AttemptEnd, count_fruitless: Callable[[], int]) -> Decision:
     Args:
         count_fruitless: returns how many starts in a row, with this one, made no progress.
     """
+    if end.granted and end.may_restart and not end.cancelled:
+        return Decision.RESTART
     # The script of a cancelled run that is requeued starts nothing.
     well = end.state in (State.FINISHED, State.STOPPED) or (end.state is None and not end.began)
     if end.cancelled and (end.departed or well):

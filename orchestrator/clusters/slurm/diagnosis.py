@@ -15,9 +15,10 @@ import socket
 from orchestrator.agent.root_cause import RAISED, TAIL_LINES, from_failure, tail
 from orchestrator.clusters.slurm.scheduler import ScheduledJob
 from orchestrator.errors import describe_status
-from orchestrator.rundir.files import is_full, read_json
+from orchestrator.rundir.files import is_full
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import NO_RESULT, Culprit, State, read_outcome
+from orchestrator.rundir.restarts import read_departure
 from orchestrator.rundir.srun_log import node_failure, task_exits
 
 KILLED = 128 + signal.SIGKILL
@@ -43,12 +44,14 @@ CAUSES = {
 }
 
 
-def describe_code(code: int) -> str:
+def describe_code(code: int | None) -> str:
     """Describe a shell's exit code.
 
-    >>> describe_code(137), describe_code(1)
-    ('was killed by signal 9 (SIGKILL)', 'ended with code 1')
+    >>> describe_code(137), describe_code(1), describe_code(None)
+    ('was killed by signal 9 (SIGKILL)', 'ended with code 1', 'ended')
     """
+    if code is None:
+        return "ended"
     return f"was {describe_status(128 - code)}" if code > 128 else f"ended with code {code}"
 
 
@@ -72,13 +75,13 @@ def describe_agents_end(run: RunDir, attempt: int) -> str | None:
 
 
 def culprit_of(
-    run: RunDir, attempt: int, code: int = 0, job: ScheduledJob | None = None
+    run: RunDir, attempt: int, code: int | None = None, job: ScheduledJob | None = None
 ) -> Culprit:
     """Return the culprit of a failed attempt: by the first that names one, of scheduler, agents,
     workers, and srun or the batch script.
 
     Args:
-        code: srun's exit code, as a shell gives it.
+        code: srun's exit code, as a shell gives it; None if it is not known.
         job: the ended job, where the batch script could not finalize the attempt.
     """
     if job is not None and (culprit := _of_job(run, attempt, job)):
@@ -106,7 +109,7 @@ def _of_job(run: RunDir, attempt: int, job: ScheduledJob) -> Culprit | None:
     reported = next((s.removeprefix(PREFIX) for s in log[-1:] if s.startswith(PREFIX)), None)
     if cause := CAUSES.get(job.state) or reported:
         return Culprit(rank=None, node=job.nodes or "scheduler", cause=cause, log_tail=log)
-    if (departure := read_json(run.departure(attempt))) is None:
+    if (departure := read_departure(run, attempt)) is None:
         return None
     cause = (
         f"its ranks left in order ({departure['why']}), but the batch script {_how(job)} before it "
@@ -115,7 +118,7 @@ def _of_job(run: RunDir, attempt: int, job: ScheduledJob) -> Culprit | None:
     return Culprit(rank=None, node=departure.get("node") or "batch", cause=cause)
 
 
-def _of_srun(run: RunDir, attempt: int, code: int) -> Culprit:
+def _of_srun(run: RunDir, attempt: int, code: int | None) -> Culprit:
     """Blame the agent that srun names, else srun, else the script before it."""
     srun_log = tuple(line for line in tail(run.srun_log(attempt), SRUN_LOG_LINES) if line.strip())
     if not srun_log and not any(run.attempt(attempt).glob("node-*")):

@@ -9,6 +9,9 @@
 The agents' coordinator has written the outcome to `outcome.json`. The scheduler is queried first: a
 job that was already requeued or cancelled must not be touched, and a script that outlived its
 slurmd must not act for a restarted job. Then all three decide by `restart_or_end`.
+
+A full disk may interrupt each of them at any write, after which it is repeated. So a restart is
+recorded in `decision.json` by one write, and a repetition carries out what is recorded there.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from orchestrator.agent.links import Peer, Port, closed_ports, is_port_closed, p
 from orchestrator.agent.node_spec import published_agents
 from orchestrator.agent.topology import node_names, own_job_id
 from orchestrator.clusters.api import Culprit
-from orchestrator.clusters.slurm.decision import FRUITLESS, AttemptEnd, Decision, decide
+from orchestrator.clusters.slurm.decision import AttemptEnd, Decision, decide
 from orchestrator.clusters.slurm.diagnosis import (
     CAUSES,
     KILLED,
@@ -62,19 +65,25 @@ from orchestrator.rundir.files import (
     read_json,
     read_text,
     write_atomically,
-    write_json,
 )
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import locked
-from orchestrator.rundir.metrics import recent_records, updates_of
 from orchestrator.rundir.outcome import (
     State,
     departure_note,
-    describe_pause,
-    grant_restart,
-    note_pause,
     read_outcome,
     write_result,
+)
+from orchestrator.rundir.restarts import (
+    FRUITLESS,
+    PROGRAM_LEAST_S,
+    RestartKind,
+    count_fruitless,
+    describe_pause,
+    grant_restart,
+    left_of_pause_s,
+    pause_before,
+    record_restart,
 )
 from orchestrator.rundir.srun_log import REQUEUED_BY_OTHERS, STOP_CODES, node_failure
 
@@ -93,9 +102,6 @@ PAUSE_POLL_S = 1.0
 REACH_S = 1.0
 IN_PLACE = 3
 """Fruitless starts in one allocation, before the next is tried on other nodes."""
-PROGRAM_LEAST_S = 60.0
-QUICK_FAILURE_S = 60.0
-"""A start that ran for so long before it failed is followed by the next without a pause."""
 
 
 class Next(Enum):
@@ -110,12 +116,12 @@ class Next(Enum):
 
 
 def finalize_in_job(
-    path: Path, attempt: int, code: int, stop_signal: str, *, script_gone: str = ""
+    path: Path, attempt: int, code: int | None, stop_signal: str, *, script_gone: str = ""
 ) -> Next:
     """Requeue the job, write the run's end, or request a new srun; return which.
 
     Args:
-        code: srun's exit code.
+        code: srun's exit code; None if it is not known, since it died with the script.
         stop_signal: the first signal that the batch script got, or "".
         script_gone: why the batch script ended, if the coordinator acts for it.
     """
@@ -129,21 +135,31 @@ def finalize_in_job(
     client = SlurmClient()
     job = _await_answer(client, job_id)
     restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    recorded = read_json(run.decision(attempt))
     departure = read_json(run.departure(attempt))
-    if departure and job and job.restarts == restarts + 1:  # requeue cancelled while the ranks left
-        _write_departure(run, attempt, departure, job, restarts)
+    if departure and not recorded and job and job.restarts == restarts + 1:
+        # Something else has requeued the job already: only the reason is refined, then nothing
+        # follows.
+        refined = _refine(run, attempt, departure, job, restarts)
+        record_restart(run, attempt, refined, RestartKind.REQUEUE)
     if job is None or job.restarts != restarts or job.state not in OURS | {"CANCELLED"}:
         return Next.NOTHING
-    orderly = departure is not None
-    departure = departure or _cut_short(run, attempt, code, stop_signal, job.nodes)
-    outcome = read_outcome(run, attempt)
-    cut_off = outcome is not None and outcome.state is not State.FINISHED
-    if script_gone and cut_off and (departure is not None or not run.failures(attempt)):
-        departure = {**(departure or departure_note(script_gone)), "why": script_gone}
-    daemons_listen = partial(_daemons_listen, client, job.nodes)
-    in_place = not (orderly or script_gone or stop_signal) and _is_usable(
-        run, attempt, job, code, daemons_listen
-    )
+    if recorded is not None:  # an earlier try was interrupted
+        can_run_srun = job.state == "RUNNING" and not script_gone
+        in_place = recorded["kind"] == RestartKind.NEW_SRUN.value and can_run_srun
+    else:
+        orderly = departure is not None
+        departure = departure or _cut_short(run, attempt, code, stop_signal, job.nodes)
+        outcome = read_outcome(run, attempt)
+        cut_off = outcome is not None and outcome.state is not State.FINISHED
+        # A killed script takes its ranks along, so its death is the reason unless ranks recorded
+        # failures of their own.
+        if script_gone and cut_off and (departure is not None or not run.failures(attempt)):
+            departure = {**(departure or departure_note(script_gone)), "why": script_gone}
+        daemons_listen = partial(_daemons_listen, client, job.nodes)
+        in_place = not (orderly or script_gone or stop_signal) and _is_usable(
+            run, attempt, job, code, daemons_listen
+        )
     again = restart_or_end(
         run,
         attempt,
@@ -245,7 +261,8 @@ def _srun_restarts(run: RunDir, job_id: str) -> int:
 
 
 def _count_new_srun(run: RunDir, *, pause_s: float = 0.0) -> None:
-    """Count one more attempt of this job, for the script and `finalize_ended_job`.
+    """Count one more attempt of this job, for the script and `finalize_ended_job`. That is the last
+    write of a finalization, so a repetition counts no attempt twice.
 
     Args:
         pause_s: for which it waits first; not once the run is cancelled.
@@ -262,7 +279,7 @@ def _is_usable(
     run: RunDir,
     attempt: int,
     job: ScheduledJob,
-    code: int,
+    code: int | None,
     daemons_listen: Callable[[], bool] = lambda: False,
 ) -> bool:
     """Return whether the next attempt can begin in this allocation, by another srun.
@@ -271,8 +288,11 @@ def _is_usable(
     """
     if job.state != "RUNNING" or _reason_to_stop(run, job, job.restarts):
         return False
-    if job.requeue and _count_fruitless(run, attempt) >= IN_PLACE:
+    program = is_program(run.read_config()["job"])
+    if job.requeue and count_fruitless(run, attempt, program=program) >= IN_PLACE:
         return False
+    # The file is empty if srun ended by itself; text means that the script signalled it, so a node
+    # may be stuck.
     finalizing = run.finalizing(attempt)
     ended_by_script = finalizing.exists() and read_text(finalizing)
     if (node_failure(run, attempt) or ended_by_script) and not daemons_listen():
@@ -315,12 +335,13 @@ def _daemons_listen(client: SlurmClient, nodes: str) -> bool:
 
 
 def _cut_short(
-    run: RunDir, attempt: int, code: int, stop_signal: str, nodes: str = ""
+    run: RunDir, attempt: int, code: int | None, stop_signal: str, nodes: str = ""
 ) -> dict[str, Any] | None:
     """Return the departure note of an attempt that stopped without a failure or an orderly end;
     else None.
 
     Args:
+        code: srun's exit code; None if it is not known.
         nodes: of the job, in SLURM's notation.
     """
     names = node_names({"SLURM_JOB_NODELIST": nodes})
@@ -371,7 +392,7 @@ def finalize_without_script(run: RunDir, attempt: int, why: str) -> None:
     """
     print_note("the batch script is gone; its part is done from here")
     try:
-        finalize = partial(finalize_in_job, run.path, attempt, 0, "", script_gone=why)
+        finalize = partial(finalize_in_job, run.path, attempt, None, "", script_gone=why)
         if finalize_patiently(finalize) is Next.END:
             SlurmClient().check_output("scancel", own_job_id(os.environ))
     # No commands in a container, say: `status` or `resume` does it.
@@ -390,11 +411,12 @@ def restart_or_end(
     in_place: bool = False,
     tell: Callable[[str], None] = log.info,
 ) -> bool:
-    """Restart the run, or write its end, by the attempt's records.
+    """Restart the run, or write its end, by the attempt's records. A restart that is recorded
+    already is carried out, unless the run was cancelled since, or the job cannot restart any more.
 
     Args:
         departure: the note of an attempt that left in order, that got a stop signal before it
-            could, or whose node became silent.
+            could, or whose node became silent; of no effect where a restart is recorded.
         culprit: returns who is to blame for a failure.
         restart: requeues the job, or counts a new srun in it; takes `pause_s`, if the start is to
             wait.
@@ -410,41 +432,42 @@ def restart_or_end(
         return False
     outcome = read_outcome(run, attempt)
     program = is_program(run.read_config()["job"])
+    recorded = read_json(run.decision(attempt))
+    departure = recorded or departure
+    kind = RestartKind.NEW_SRUN if in_place else RestartKind.REQUEUE
     end = AttemptEnd(
         state=None if outcome is None else outcome.state,
         began=any(run.attempt(attempt).glob("node-*.json")),
         departed=departure is not None,
         # Ranks that left in order may have done so for a loss, by the outcome.
         lost=departure is not None and bool(departure.get("lost") or (outcome and outcome.lost)),
+        granted=recorded is not None,
         cancelled=run.cancel.exists(),
         may_restart=job.requeue or in_place,
         program=program,
     )
-    decision = decide(end, partial(_count_fruitless, run, attempt))
+    decision = decide(end, partial(count_fruitless, run, attempt, program=program))
     why = "" if departure is None else str(departure["why"])
     if decision is Decision.STOP:
         write_result(run, State.STOPPED)
     elif decision is Decision.STOP_IN_QUEUE:
         write_result(run, State.STOPPED, why=f"{why}; {NOT_REQUEUED}")
-    elif decision is Decision.END and end.state is not None:
+    elif decision is Decision.END:
+        assert end.state is not None  # noqa: S101  # `decide` ends an attempt by its state
         write_result(run, end.state)
     elif decision is Decision.GIVE_UP:
         cause = _describe_no_progress(run, attempt, why, lost=end.lost, program=program)
         write_result(run, State.FAILED, Culprit(rank=None, node="batch", cause=cause))
-    elif decision is Decision.RESTART and departure is not None:
-        _write_departure(run, attempt, departure, job, job.restarts)
-        restart()
+    elif decision is Decision.RESTART:
+        assert departure is not None  # noqa: S101  # `decide` restarts only after a departure
+        if recorded is None:
+            recorded = _refine(run, attempt, departure, job, job.restarts)
+        if recorded.get("kind") != kind.value:  # also if an ended job cannot start srun any more
+            recorded = record_restart(run, attempt, recorded, kind)
+        restart(pause_s=left_of_pause_s(recorded))
         return True
     else:
-        return _judge_failure(
-            run,
-            attempt,
-            culprit(),
-            restart,
-            tell,
-            may_restart=end.may_restart,
-            departed=end.departed,
-        )
+        return _judge_failure(run, attempt, culprit(), restart, tell, kind, end)
     return False
 
 
@@ -454,34 +477,35 @@ def _judge_failure(
     culprit: Culprit,
     restart: Callable[..., None],
     tell: Callable[[str], None],
-    *,
-    may_restart: bool,
-    departed: bool,
+    kind: RestartKind,
+    end: AttemptEnd,
 ) -> bool:
     """Restart a failed run if `run.max_restarts` allows that, else write its end; return which."""
     allowed = int(run.read_config()["run"].get("max_restarts", 0))
     first = int((run.read_handle() or {}).get("attempt", 0))
-    decision = grant_restart(run, attempt, culprit, first=first, most=allowed if may_restart else 0)
+    most = allowed if end.may_restart else 0
+    decision = grant_restart(run, attempt, culprit, first=first, most=most)
     if decision.restarts:
-        pause_s = note_pause(run, attempt, decision.number, _lives_of_quick_failures(run, attempt))
-        paused = describe_pause(run) if pause_s else None
-        tell("; ".join(filter(None, [decision.message, paused])))
-        restart(pause_s=pause_s)
+        pause = pause_before(run, attempt, decision.number)
+        note = {**decision.note, **({"pause": pause} if pause else {})}
+        record = record_restart(run, attempt, note, kind)
+        tell("; ".join(filter(None, [decision.message, describe_pause(run)])))
+        restart(pause_s=left_of_pause_s(record))
     else:
-        remark = NOT_REQUEUED if departed else decision.message
+        remark = NOT_REQUEUED if end.departed else decision.message
         write_result(run, State.FAILED, culprit, remark=remark)
     return decision.restarts
 
 
-def _write_departure(
+def _refine(
     run: RunDir, attempt: int, departure: dict[str, Any], job: ScheduledJob, restarts: int
-) -> None:
-    """Write the departure note, with the scheduler's reason if that is more precise."""
+) -> dict[str, Any]:
+    """Return the departure note, with the scheduler's reason if that is more precise."""
     why = departure.get("why")
     outcome = read_outcome(run, attempt)
     if outcome is None or outcome.lost is None:  # a loss needs no other reason
         why = _reason_to_stop(run, job, restarts) or why
-    write_json(run.departure(attempt), {**departure, "why": why})
+    return {**departure, "why": why}
 
 
 def _reason_to_stop(run: RunDir, job: ScheduledJob, restarts: int) -> str | None:
@@ -508,59 +532,6 @@ def _describe_no_progress(run: RunDir, attempt: int, why: str, *, lost: bool, pr
         f"{began}; give the job more time (cluster.time_min), less notice "
         f"(cluster.signal_ahead_s), or shorter updates (accumulation.steps)"
     )
-
-
-def _count_fruitless(run: RunDir, attempt: int) -> int:
-    """Return how many starts in a row, up to this one, made no progress since a person asked.
-
-    The progress of a program that reports none is not known: it counts if it ran for some time.
-    """
-    first = int((run.read_handle() or {}).get("attempt", 0))
-    program = is_program(run.read_config()["job"])
-    newest_done = _newest_fruitful(run)
-    began_at: set[object] = set()
-    for number in range(attempt, first - 1, -1):
-        if program:
-            fruitful = number <= newest_done or _ran_s(run, number) >= PROGRAM_LEAST_S
-        else:
-            # A start whose srun died has no note. The first one begins at no checkpoint.
-            note = read_json(run.restart(number)) or ({} if number else {"resumed_from": None})
-            began_at |= {note["resumed_from"]} if "resumed_from" in note else set()
-            # Two starts at different checkpoints: one was saved in between.
-            fruitful = number <= newest_done or len(began_at) > 1
-        if fruitful:
-            return attempt - number
-    return attempt - first + 1
-
-
-def _newest_fruitful(run: RunDir) -> int:
-    """Return the newest attempt that has recorded an update; -1 without one."""
-    done = updates_of(recent_records(run.metrics))[-1:]
-    return done[0].get("attempt", 0) if done else -1
-
-
-def _lives_of_quick_failures(run: RunDir, attempt: int) -> list[float]:
-    """Return for how many seconds the starts in a row ran, up to this one, that failed at once and
-    without an update. One that was preempted or lost a node is none of them.
-    """
-    first = int((run.read_handle() or {}).get("attempt", 0))
-    newest_done = _newest_fruitful(run)
-    lives_s: list[float] = []
-    for number in range(attempt, max(first - 1, newest_done), -1):
-        failed = (read_json(run.departure(number)) or {}).get("failed")
-        if not failed or (life_s := _ran_s(run, number)) >= QUICK_FAILURE_S:
-            break
-        lives_s.append(life_s)
-    return lives_s
-
-
-def _ran_s(run: RunDir, attempt: int) -> float:
-    """Return for how long an attempt's first node ran; 0 if it did not begin."""
-    began = run.node_ranks(attempt, 0)
-    if not began.exists():
-        return 0.0
-    departure = read_json(run.departure(attempt)) or {}
-    return float(departure.get("time", time.time())) - began.stat().st_mtime
 
 
 def finalize_ended_job(run: RunDir, job: ScheduledJob) -> str | None:
@@ -604,7 +575,7 @@ def _finalize_locked(run: RunDir, seen: ScheduledJob) -> str | None:
         return None
     departure = read_json(run.departure(attempt))
     if departure is None:
-        departure = _cut_short(run, attempt, 0, "", job.nodes)
+        departure = _cut_short(run, attempt, None, "", job.nodes)
         killed = job.exit_signal and job.state == "FAILED" and not run.failures(attempt)
         if departure is None and killed:
             # SLURM ends the ranks of a script that a signal has killed; they may have had no time.

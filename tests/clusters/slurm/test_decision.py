@@ -2,11 +2,13 @@
 
 import pytest
 
-from orchestrator.clusters.slurm.decision import FRUITLESS, AttemptEnd, Decision, decide
+from orchestrator.clusters.slurm.decision import AttemptEnd, Decision, decide
 from orchestrator.rundir.outcome import State
+from orchestrator.rundir.restarts import FRUITLESS
 
 LEFT = {"departed": True}
 LOST = {"departed": True, "lost": True}
+GRANTED = {"departed": True, "granted": True}
 STAYS = {"may_restart": False}
 CANCELLED = {"cancelled": True}
 PROGRAM = {"program": True}
@@ -33,6 +35,9 @@ PROGRAM = {"program": True}
         ("finished", {}, Decision.JUDGE_FAILURE),
         ("failed", {}, Decision.JUDGE_FAILURE),
         (None, {}, Decision.JUDGE_FAILURE),
+        ("failed", GRANTED, Decision.RESTART),
+        ("failed", GRANTED | CANCELLED, Decision.STOP),
+        ("failed", GRANTED | STAYS, Decision.JUDGE_FAILURE),
     ],
 )
 def test_an_end_has_one_consequence(state, more, decision):
@@ -49,6 +54,7 @@ def test_an_end_has_one_consequence(state, more, decision):
         (LOST | PROGRAM, Decision.GIVE_UP),
         (LEFT | PROGRAM, Decision.RESTART),
         (LEFT | CANCELLED, Decision.STOP),
+        (GRANTED, Decision.RESTART),
         ({}, Decision.JUDGE_FAILURE),
     ],
 )

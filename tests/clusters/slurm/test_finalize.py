@@ -23,7 +23,6 @@ from orchestrator.clusters.slurm.diagnosis import (
 )
 from orchestrator.clusters.slurm.finalize import (
     CAUSES,
-    FRUITLESS,
     KILLED,
     MARGIN_S,
     Next,
@@ -33,6 +32,7 @@ from orchestrator.clusters.slurm.finalize import (
     _daemons_listen,
     _is_usable,
     finalize_in_job,
+    finalize_patiently,
     finalize_without_script,
     print_note,
     restart_or_end,
@@ -43,12 +43,13 @@ from orchestrator.clusters.slurm.status import with_job
 from orchestrator.clusters.slurm.task import _Watch, set_nodes
 from orchestrator.config.schema import Config, RunConfig
 from orchestrator.errors import START_AGAIN, ClusterError, RunFolderError
-from orchestrator.rundir.files import read_json, write_json
+from orchestrator.rundir.files import DISK_POLL_S, read_json, write_json
 from orchestrator.rundir.outcome import departure_note, read_outcome
+from orchestrator.rundir.restarts import FRUITLESS
 from orchestrator.rundir.status import from_folder
 from tests.agent.specs import node_spec
 from tests.clusters.slurm.queue_lines import queue_line
-from tests.run_folders import record, write_failure
+from tests.run_folders import make_run, record, write_failure
 
 pytestmark = pytest.mark.whole_runs
 
@@ -259,8 +260,10 @@ def pauses_of(run, attempt, capsys):
 
 
 @pytest.fixture
-def crashing(run):
-    """A program that may be restarted 100 times."""
+def crashing(run, monkeypatch):
+    """A program that may be restarted 100 times, and a clock that stands still."""
+    now = time.time()
+    monkeypatch.setattr("time.time", lambda: now)
     configure(run, job={"command": ["false"]}, run={"max_restarts": 100})
     write_json(run.plan, {"ranks": 1, "program": {"argv": ["false"]}})
     return run
@@ -336,7 +339,7 @@ def test_a_requeued_job_waits_in_the_queue_and_one_that_is_not_in_its_allocation
 
 def test_an_attempt_that_left_in_order_is_handed_back_with_its_reason(run):
     assert concluded(run, attempts(run, 1)) == (True, 1, None)
-    assert read_json(run.departure(0)) == LEFT
+    assert read_json(run.decision(0)) == {**LEFT, "kind": "requeue"}
 
 
 @pytest.mark.parametrize(
@@ -438,14 +441,14 @@ def test_the_schedulers_reason_replaces_the_ranks_where_it_shows(run, monkeypatc
     configure(run, cluster={"signal_ahead_s": 600})
     attempts(run, 1)
     concluded(run, 0, job=job)
-    assert read_json(run.departure(0)) == {**LEFT, "why": why or LEFT["why"]}
+    assert read_json(run.decision(0)) == {**LEFT, "why": why or LEFT["why"], "kind": "requeue"}
 
 
 def test_the_schedulers_reason_does_not_replace_that_of_a_silent_node(run):
     attempts(run, 1)
     ended(run, 0, "failed", lost="node n7 stopped answering")
     concluded(run, 0, job=ScheduledJob(id="77", state="RUNNING", preempted_at=5.0))
-    assert read_json(run.departure(0)) == LEFT
+    assert read_json(run.decision(0)) == {**LEFT, "kind": "requeue"}
 
 
 @pytest.mark.parametrize(
@@ -669,6 +672,7 @@ def test_a_job_that_is_not_requeued_goes_on_in_its_allocation_or_fails(run):
     again, _, end = concluded(run, 0, job=job, departure=departure)
     assert (again, end["state"]) == (False, "failed")
     run.result.unlink()
+    run.decision(0).unlink()
     stop = departure_note("its batch script was sent SIGTERM")  # before it began
     assert concluded(run, 0, job=job, departure=stop)[2]["state"] == "stopped"
 
@@ -676,8 +680,8 @@ def test_a_job_that_is_not_requeued_goes_on_in_its_allocation_or_fails(run):
 def test_a_program_that_ran_for_some_time_may_lose_its_srun_again(run):
     configure(run, job={"command": ["true"]})
     attempts(run, FRUITLESS + 2)
-    write_json(run.node_ranks(5, 0), {"node": "n0", "ranks": [0]})
-    write_json(run.departure(5), {"why": SRUN_KILLED, "updates": None, "time": time.time() + 61})
+    write_json(run.node_ranks(5, 0), {"node": "n0", "ranks": [0], "time": 100.0})
+    write_json(run.departure(5), {"why": SRUN_KILLED, "updates": None, "time": 161.0})
     departure = departure_note(SRUN_KILLED, lost=True)
     assert concluded(run, FRUITLESS + 1, departure=departure)[0]
 
@@ -725,7 +729,7 @@ REQUEUED = [("scontrol", "requeue", "77")]
 
 def test_a_job_that_was_told_to_stop_is_handed_back_and_notes_why(run, finalized):
     assert finalized(job_status()) == (None, REQUEUED, [])
-    noted = read_json(run.departure(0))
+    noted = read_json(run.decision(0))
     assert (noted["why"], noted["updates"]) == ("its batch script was sent SIGTERM", None)
     assert noted["time"] > 0
 
@@ -734,13 +738,14 @@ def test_what_the_ranks_noted_of_their_leaving_stands(run, finalized):
     write_json(run.departure(0), LEFT)
     assert finalized(job_status(), code=1, sent="") == (None, REQUEUED, [])
     assert read_json(run.departure(0)) == LEFT
+    assert read_json(run.decision(0)) == {**LEFT, "kind": "requeue"}
 
 
 def test_a_job_that_was_requeued_meanwhile_is_left_alone_and_its_reason_noted(run, finalized):
     write_json(run.departure(0), LEFT)
     taken_back = job_status(State="COMPLETING", RestartCnt="1")
     assert finalized(taken_back) == (None, [], [])
-    assert read_json(run.departure(0))["why"].startswith("requeued (scontrol requeue")
+    assert read_json(run.decision(0))["why"].startswith("requeued (scontrol requeue")
 
 
 @pytest.mark.parametrize(
@@ -760,7 +765,7 @@ def test_a_job_is_handed_back_unless_it_was_taken_back(run, finalized, values, r
     gone = Answer(1, "", "slurm_load_jobs error: Invalid job id specified")
     answer = gone if values is None else job_status(**values)
     assert finalized(answer, restarts=restarts) == (None, asked, [])
-    assert (read_json(run.departure(0)) is None) == (not asked)
+    assert (read_json(run.decision(0)) is None) == (not asked)
 
 
 @pytest.mark.parametrize("state", ["CANCELLED", "COMPLETING"])
@@ -815,3 +820,159 @@ def test_a_scheduler_whose_answer_cannot_be_read_is_not_asked_without_end(finali
 def test_a_requeue_with_a_lost_answer_is_repeated_unless_it_was_accepted(finalized, later, calls):
     _, asked, pauses = finalized(job_status(), job_status(**later), unanswered=2)
     assert (asked, pauses) == (REQUEUED * calls, [1.0, 2.0][: max(1, calls - 1)])
+
+
+class Ending:
+    """The end of attempt 2 of job 77, on a clock of its own, with a disk that is full once.
+
+    Attributes:
+        writes: how many files were written, the failed one included.
+        now: the time; each pause of the program advances it.
+    """
+
+    def __init__(self, folder, monkeypatch, *, requeue, full_at=None):
+        self.run, self.commands, self.writes, self.now = make_run(folder), [], 0, 1000.0
+        self._requeue, self._full_at, self._monkeypatch = requeue, full_at, monkeypatch
+        configure(
+            self.run,
+            job={"command": ["false"]},
+            run={"max_restarts": 0},
+            cluster={"signal_ahead_s": 60},
+        )
+        for attempt in range(3):
+            self.run.begin_attempt()
+            began = 990.0 if attempt == 2 else 900.0
+            write_json(self.run.node_ranks(attempt, 0), {"node": "n0", "ranks": [0], "time": began})
+            if attempt < 2:
+                failed = {"attempt": attempt, "update": -1, "raised": None}
+                note = {"why": "x", "time": 950.0, "failed": failed, "kind": "new srun"}
+                write_json(self.run.decision(attempt), note)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            spec = node_spec(self.run.path, attempt=2)
+            publish_agent(spec, listener.getsockname()[1])
+
+    def _answer(self, *command, **_):
+        if command[0] == "squeue":
+            line = queue_line(JobArrayID="77", Requeue=str(int(self._requeue)))
+            return Answer(0, line, "")
+        self.commands.append(command)
+        return Answer(0, "", "")
+
+    def _sleep(self, seconds):
+        self.now += seconds
+
+    def _sync(self, _):
+        self.writes += 1
+        if self.writes == self._full_at:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def finalize(self):
+        """Return what follows; by the real function, which repeats itself on a full disk."""
+        with self._monkeypatch.context() as patch:
+            patch.setattr(SlurmClient, "run", self._answer)
+            patch.setattr("time.sleep", self._sleep)
+            patch.setattr("time.time", lambda: self.now)
+            patch.setattr("os.fsync", self._sync)
+            patch.setenv("SLURM_JOB_ID", "77")
+            patch.delenv("SLURM_RESTART_COUNT", raising=False)
+            return finalize_patiently(lambda: finalize_in_job(self.run.path, 2, KILLED, ""))
+
+    def left(self):
+        """What the end has left: the names of all files, and the records, without their times."""
+        names = sorted(str(path.relative_to(self.run.path)) for path in self.run.path.rglob("*"))
+        decision = read_json(self.run.decision(2)) or {}
+        began = decision.pop("time", None)
+        if "pause" in decision:
+            decision["pause"]["until"] -= began
+        counted = self.run.srun_restarts("77")
+        count = counted.read_text() if counted.exists() else None
+        departure = read_json(self.run.departure(2))
+        return names, decision, departure, count, self.run.read_result(), self.commands
+
+
+def lose_a_node(run):
+    ended(run, 2, "failed", lost="node n1 stopped answering")
+
+
+def fail_again(run):
+    configure(run, run={"max_restarts": 100})
+    ended(run, 2, "failed", culprit=BEYOND)
+
+
+def leave_in_order(run):
+    write_json(run.departure(2), LEFT)
+
+
+def fail_for_good(run):
+    ended(run, 2, "failed", culprit=BEYOND)
+
+
+@pytest.mark.parametrize(
+    ("end", "requeue", "follows", "writes", "pause_s"),
+    [
+        (lose_a_node, False, Next.NEW_SRUN, 2, 0.0),
+        (fail_again, False, Next.NEW_SRUN, 2, 30.0),
+        (fail_again, True, Next.REQUEUE, 1, 0.0),  # it waits in the queue
+        (leave_in_order, True, Next.REQUEUE, 1, 0.0),
+        (fail_for_good, True, Next.END, 1, 0.0),
+    ],
+)
+def test_a_finalization_that_a_full_disk_interrupts_is_repeated_to_the_same_result(
+    tmp_path, monkeypatch, end, requeue, follows, writes, pause_s
+):
+    undisturbed = Ending(tmp_path / "undisturbed", monkeypatch, requeue=requeue)
+    end(undisturbed.run)
+    assert undisturbed.finalize() is follows
+    assert (undisturbed.writes, undisturbed.now) == (writes, 1000.0 + pause_s)
+    for full_at in range(1, writes + 1):
+        ending = Ending(tmp_path / f"{full_at}", monkeypatch, requeue=requeue, full_at=full_at)
+        end(ending.run)
+        assert ending.finalize() is follows
+        assert ending.writes == writes + 1
+        assert ending.left() == undisturbed.left()
+        assert ending.now == undisturbed.now + DISK_POLL_S, "the pause is no longer"
+
+
+def test_an_ended_job_carries_out_a_restart_that_its_script_could_only_record(run):
+    """It cannot start srun any more, so it is requeued; a cancelled run is stopped."""
+    attempts(run, FRUITLESS + 1)
+    note = {"why": "x", "failed": {"attempt": FRUITLESS, "update": -1, "raised": None}}
+    write_json(run.decision(FRUITLESS), {**note, "kind": "new srun"})
+    ended(run, FRUITLESS, "failed", culprit=BEYOND)
+    assert concluded(run, FRUITLESS, departure=None) == (True, 1, None)
+    assert read_json(run.decision(FRUITLESS)) == {**note, "kind": "requeue"}
+    assert concluded(run, FRUITLESS, departure=None) == (True, 1, None)
+    run.cancel.touch()
+    again, handed_back, end = concluded(run, FRUITLESS, departure=None)
+    assert (again, handed_back, end["state"]) == (False, 0, "stopped")
+
+
+@pytest.mark.parametrize(
+    ("values", "script_gone", "follows"),
+    [
+        ({"Reason": "TimeLimit"}, "", Next.NEW_SRUN),  # which it was not when that was decided
+        ({}, "its batch script was killed", Next.REQUEUE),
+        ({"State": "COMPLETING", "Reason": "TimeLimit"}, "", Next.REQUEUE),
+    ],
+)
+def test_a_recorded_new_srun_follows_where_srun_can_still_be_run(
+    run, monkeypatch, values, script_gone, follows
+):
+    attempts(run, 1)
+    note = departure_note("node n1 failed", lost=True)
+    write_json(run.decision(0), {**note, "kind": "new srun"})
+    commands = []
+
+    def answer(_, *command, **__):
+        if command[0] == "squeue":
+            return job_status(**values)
+        commands.append(command)
+        return Answer(0, "", "")
+
+    monkeypatch.setattr(SlurmClient, "run", answer)
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    assert finalize_in_job(run.path, 0, 1, "", script_gone=script_gone) is follows
+    assert read_json(run.decision(0)) == {**note, "kind": follows.value}
+    assert commands == (REQUEUED if follows is Next.REQUEUE else [])
+    assert run.srun_restarts("77").exists() == (follows is Next.NEW_SRUN)
