@@ -79,12 +79,15 @@ def record_restart(
     return record
 
 
-NUMBER = re.compile(r"0x[0-9a-f]+|\d[\d.]*(?: ?[KMGT]i?B\b)?", re.IGNORECASE)
-"""A number in an error's text, with its unit: a size, a process id, an address in memory."""
+NUMBER = re.compile(
+    r"0x[0-9a-f]+|\d[\d.]* ?(?:[KMGT]i?B|bytes)\b|\b(?:process|pid\(?s?\)?)\W*\d+", re.IGNORECASE
+)
+"""A size, a process id or an address in memory: no start repeats them. Others may name a host."""
 
 
 def _is_same_error(error: str, earlier: str) -> bool:
-    """Return whether two attempts raised the same: the type, and the text but for its numbers.
+    """Return whether two attempts raised the same: the type, and the text but for sizes, process
+    ids and addresses in memory.
 
     An `OSError`, or one on a URL, comes from outside, and its numbers may name another file, host
     or port, so another start may get further.
@@ -93,6 +96,8 @@ def _is_same_error(error: str, earlier: str) -> bool:
     >>> _is_same_error(memory.format("2.00 GiB", 41, "9 MiB"), memory.format("512 MiB", 7, "1 GiB"))
     True
     >>> _is_same_error("ConnectionError: no 10.0.0.1:80", "ConnectionError: no 10.0.0.2:80")
+    False
+    >>> _is_same_error("ClientError: no answer of node17", "ClientError: no answer of node23")
     False
     """
     kind = getattr(builtins, error.partition(":")[0].rpartition(".")[2], None)
