@@ -33,7 +33,7 @@ from orchestrator.agent.root_cause import (
     stopped_cause,
     tail,
 )
-from orchestrator.agent.saver import GRACE_S, SaverElection
+from orchestrator.agent.saver_election import GRACE_S, SaverElection
 from orchestrator.agent.stacks import STACK_S
 from orchestrator.agent.standstills import Standstills, restart_waits
 from orchestrator.agent.worker_state import WorkerState
@@ -112,7 +112,7 @@ class Coordinator:
         self._spec, self._run = spec, RunDir(spec.run)
         self._ranks = spec.ranks
         self._record = GenerationRecord(self._run.attempt(spec.attempt))
-        self._began = self._folder_seen = self._clock()
+        self._began = self._beat_at = self._clock()
         self._folder_missing = 0  # how often in a row
         self._took_over = bool(lost)
         self.agents = {index: AgentState(index) for index in range(spec.nodes)}
@@ -374,14 +374,14 @@ class Coordinator:
         """Record a failure, or a loss that the other workers survive."""
         members = [self._member(rank) for rank in ranks]
         lost = self._member_set.intersection(members)
-        # Also true if the loss of each of its members is known already.
-        evicted = final_state == EVICTED or not lost - self._lost_members
+        # Also true of a process that is no member, and if the loss of each member is known already.
+        others_unaffected = final_state == EVICTED or not lost - self._lost_members
         taken_away = not final_state and -end.status in EXTERNAL_KILL_SIGNALS
         # Others that have finished do not redo its updates.
         survived = taken_away and self._survives_losses and not self._finished
         if self._killed:  # by this coordinator, so it is no cause
             return
-        if not (evicted or survived):
+        if not (others_unaffected or survived):
             self._ends.append(end)
             self._end_others()
             return
@@ -422,7 +422,7 @@ class Coordinator:
             self._give_up_at = self._clock() + GRACE_S
 
     def _elect_saver(self, now: float) -> None:
-        """Choose who saves the last boundary of a failed attempt, if that is due (`saver.py`)."""
+        """Choose who saves the last boundary of a failed attempt, if due (`saver_election.py`)."""
         if self._give_up_at is None or self._killed or self._election.saver is not None:
             return
         # Ranks whose weights differ must not save them: which are right is not known.
@@ -631,9 +631,9 @@ class Coordinator:
         if self.outcome is not None:
             return
         now = self._clock()
-        folder_due = now - self._folder_seen >= BEAT_S
-        if folder_due:
-            self._folder_seen = now
+        beat_due = now - self._beat_at >= BEAT_S
+        if beat_due:
+            self._beat_at = now
             missing = not is_folder(self._run.attempt(self._spec.attempt))
             self._folder_missing = self._folder_missing + 1 if missing else 0
             if not self._killed and self._folder_missing >= MISSING_FOLDER_CHECKS:
@@ -642,7 +642,7 @@ class Coordinator:
                 self._culprit = Culprit(rank=None, node=self._spec.name, cause=cause, usage=True)
                 self._give_up_at = now
                 self._end_in_order()
-        if folder_due and self._standstills.may_be_due and not self._killed:
+        if beat_due and self._standstills.may_be_due and not self._killed:
             self._check_standstill(now)
         self._check_agents(now)
         if any(self._is_member(worker) for worker in self.workers.values()):
@@ -659,7 +659,7 @@ class Coordinator:
             ):
                 self._publish(0, self._members, code=self.workers[0].code)
             # Another coordinator, which considered this one lost, may have recorded one.
-            if folder_due and (generation := self._record.read(self._generation + 1)) is not None:
+            if beat_due and (generation := self._record.read(self._generation + 1)) is not None:
                 self._accept(generation)
             self._next_generation(now)
             self._grow(now)
