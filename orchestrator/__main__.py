@@ -401,7 +401,7 @@ def logs(
 ) -> None:
     """Print a rank's log."""
     del verbose
-    from orchestrator.runs.status import pointer_to_culprit, read_log
+    from orchestrator.runs.logs import pointer_to_culprit, read_log
 
     folder = RunDir(run.absolute()).existing()
     for text in read_log(folder, rank, lines, follow=follow):
