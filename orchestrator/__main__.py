@@ -341,8 +341,9 @@ def attach(
 ) -> None:
     """Show a run's live line again, to its end; Ctrl-C leaves the run alone."""
     from orchestrator.api import EXIT_OF_STATE, Sweep
+    from orchestrator.interrupt import interrupts
     from orchestrator.rundir.metrics import RECENT_BYTES
-    from orchestrator.runs.follow import OutputOptions, follow, handle_of, interrupts
+    from orchestrator.runs.follow import OutputOptions, follow, handle_of
     from orchestrator.sweep.sweep import is_sweep
 
     if is_sweep(RunDir(run.absolute())):

@@ -29,6 +29,7 @@ from orchestrator.config.program import is_program
 from orchestrator.config.reading import literal_container, read_config, to_yaml, unknown_keys
 from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError, RunFolderError
+from orchestrator.interrupt import interrupts
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.program import ProgramPlan
 from orchestrator.plan.recorded_speeds import BALANCE, keep_speeds, kept_speeds
@@ -47,7 +48,7 @@ from orchestrator.rundir.files import read_text, write_atomically, write_json
 from orchestrator.rundir.folder import LABELS, RESUMES, RunDir
 from orchestrator.rundir.lock import locked
 from orchestrator.rundir.metrics import Tail
-from orchestrator.runs.follow import OutputOptions, PreparedRun, handle_of, interrupts
+from orchestrator.runs.follow import OutputOptions, PreparedRun, handle_of
 from orchestrator.runs.inputs import INPUTS, accepted, differences, has_done_nothing
 from orchestrator.runs.recorded import check_own, config_of, plan_of_run, submission_directory
 from orchestrator.runs.start import (
