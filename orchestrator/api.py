@@ -579,7 +579,7 @@ class Run:
             ConfigError: the run is a program's, which builds its model its own way.
             RunFolderError: no checkpoint was written, it is damaged, or another model's.
         """
-        from orchestrator.trainer.setup import build_job  # what trains it
+        from orchestrator.trainer.job_class import build_job  # what trains it
 
         run = self._existing()
         check_own(run)

@@ -44,8 +44,9 @@ from orchestrator.rundir.warnings import warn
 from orchestrator.trainer.agent_link import PositionMarks
 from orchestrator.trainer.best import BestCheckpoint
 from orchestrator.trainer.evaluation import HeldOutEvaluation, joined_figures
-from orchestrator.trainer.setup import Training, set_up
+from orchestrator.trainer.setup import set_up
 from orchestrator.trainer.stop import Follower, LeaveInTime, StopFlag, restart_note
+from orchestrator.trainer.training import Training
 from orchestrator.trainer.worker import WorkerProcess, run_in_worker, write_patiently
 
 
