@@ -132,7 +132,7 @@ class Coordinator:
             self._hung.update(generation.get("hung", ()))
         self._lost_members: set[int] = set()  # members lost since the newest generation
         self.changed = True  # since the last tick
-        self._noticed = 0.0
+        self._noticed = 0.0  # when the newest loss was; `_beyond_reach` caches an answer for it
         self._probed = 0.0
         self._finished = False  # a worker has
         self._beyond_reach: tuple[float, bool] = (0.0, False)
@@ -397,6 +397,7 @@ class Coordinator:
             self._noticed = self._clock()
             restart_waits(self.workers.values(), self._clock())
         for rank in ranks:
+            # Its "", for no message, would have `_decide` report a survived loss as FAILED.
             self.workers[rank].final_state = None
             self._schedule_restart(rank)
 
@@ -664,6 +665,8 @@ class Coordinator:
             self._next_generation(now)
             self._grow(now)
             self._restart(now)
+        # The order matters: `_end_others` sets `_give_up_at`, without which no saver is elected;
+        # `_elect_saver` may extend it, so it comes before the test of it.
         for rank in [rank for rank, at in self._kill_at.items() if now >= at]:
             del self._kill_at[rank]
             self._kill(rank)
@@ -679,6 +682,8 @@ class Coordinator:
                 if agent.index != self._spec.index
             )
             if awaits_agent and all(end.rank in secondary for end in self._ends):
+                # Neither may a sleeper count as a cause now, nor the outcome be written without the
+                # silent agent's node.
                 return
             self._killed, self._killed_at = True, now
             self._command(None, "die")

@@ -310,6 +310,7 @@ def _with_overrides(
             if override.is_sweep_override() or override.is_delete() or override.package:
                 raise ConfigError(f"resume takes KEY=VALUE, but was given {text}")
             key, value = override.key_or_group, override.value()
+            # `transport` has no dot, but is a plain key and no config group.
             if "." in key or not isinstance(value, str) or key == "transport":
                 OmegaConf.update(values, key, value, force_add=True)
                 continue
