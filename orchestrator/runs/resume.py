@@ -151,9 +151,9 @@ def refuse_another_plan(
         batches = [plan.order.batch_of(update) for plan in (old, new)]
         if update < max(common, done) and len({*batches}) > 1:
             raise ConfigError(
-                f"from update {update} on an update would be of {batches[1]} samples, but was to "
-                f"be of {batches[0]}: accumulation.batch_schedule can change after update "
-                f"{max(common, done) - 1} only\n{instead}"
+                f"after update {update} an update would be of {batches[1]} samples, but was to be "
+                f"of {batches[0]}: accumulation.batch_schedule can change after update "
+                f"{max(common, done)} only\n{instead}"
             )
     step = max(1, common // MOST_UPDATES)
     for update in sorted({*range(0, common, step), *range(common)[-1:]}):

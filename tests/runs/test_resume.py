@@ -127,12 +127,12 @@ def test_what_leaves_the_numbers_alone_is_taken(make_run, begun, asked):
         (
             ["train.updates=9"],
             "accumulation.batch_schedule=[[8,60]]",
-            "can change after update 8 only",
+            "can change after update 9 only",
         ),
         (
             ["accumulation.batch_schedule=[[2,60]]"],
             "accumulation.batch_schedule=[]",
-            "from update 2 on an update would be of 48 samples, but was to be of 60",
+            "after update 2 an update would be of 48 samples, but was to be of 60",
         ),
         (
             [
