@@ -840,7 +840,8 @@ class Coordinator:
         announce = newcomers and not self._announced_newcomers
         if announce and now - self._looked_for_room > BEAT_S:
             self._looked_for_room = now
-            if self._record.has_room():  # else the members would wait at the boundary in vain
+            # Without room for it the members would wait at the boundary in vain.
+            if self._record.has_room([*self._members, *newcomers]):
                 self._announced_newcomers = True
                 # One rank is enough: at the next boundary it informs all others.
                 leader = rank_of(self._members[0], self._ranks)
