@@ -449,10 +449,17 @@ def prepared_resume(
         yield None
         return
     with submission_directory(run), interrupts, wrap_disk_errors(run), locked(run):
+        cluster = cluster_for(config, output)
+        cluster.trust(run, {change.key for change in resumed.changes})
+        # First: --changed, for which the next refusal asks, would not help a run in progress.
+        if standing := handle_of(run).in_progress():
+            raise RunFolderError(
+                f"{run.path} is in progress ({standing}); to stop it first: "
+                f"{command('cancel', run.path)}"
+            )
         inputs = changed_inputs(run, resumed)
         if inputs and not changed:
             refuse_changed({str(run.path): inputs})
-        cluster = cluster_for(config, output)
         notes = [f"{sentence} since the run began; going on all the same" for sentence in inputs]
         if not is_program(config.job):
             # Verified here only where ranks run here; elsewhere they verify the files themselves.
@@ -473,12 +480,6 @@ def prepared_resume(
             prepare(config, new=False)
             if not other_speeds:
                 kept_speeds(config, run)
-        cluster.trust(run, {change.key for change in resumed.changes})
-        if standing := handle_of(run).in_progress():
-            raise RunFolderError(
-                f"{run.path} is in progress ({standing}); to stop it first: "
-                f"{command('cancel', run.path)}"
-            )
         attempt = run.attempts_made()
         if not cluster.attended:
             attempt = max(attempt, read_newest_attempt(run.newest_attempt) + 1)
