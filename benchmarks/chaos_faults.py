@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import psutil
 
 from orchestrator.rehearse.rehearsed_run import SlurmRun
-from orchestrator.runs.status import cancel
+from orchestrator.runs.cancel import cancel
 from slurm import breaking
 from slurm.dev_cluster import DevCluster
 

@@ -341,8 +341,9 @@ def attach(
 ) -> None:
     """Show a run's live line again, to its end; Ctrl-C leaves the run alone."""
     from orchestrator.api import EXIT_OF_STATE, Sweep
+    from orchestrator.interrupt import interrupts
     from orchestrator.rundir.metrics import RECENT_BYTES
-    from orchestrator.runs.follow import OutputOptions, follow, handle_of, interrupts
+    from orchestrator.runs.follow import OutputOptions, follow, handle_of
     from orchestrator.sweep.sweep import is_sweep
 
     if is_sweep(RunDir(run.absolute())):
@@ -401,7 +402,7 @@ def logs(
 ) -> None:
     """Print a rank's log."""
     del verbose
-    from orchestrator.runs.status import pointer_to_culprit, read_log
+    from orchestrator.runs.logs import pointer_to_culprit, read_log
 
     folder = RunDir(run.absolute()).existing()
     for text in read_log(folder, rank, lines, follow=follow):

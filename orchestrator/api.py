@@ -63,10 +63,12 @@ from orchestrator.rundir.lock import is_locked
 from orchestrator.rundir.metrics import HELD_OUT, History, Record, read_metrics
 from orchestrator.rundir.outcome import describe_end
 from orchestrator.rundir.status import OVER, UNREADABLE, RunStatus, find_runs, kind_of
+from orchestrator.runs.cancel import cancel, cancel_sweep
 from orchestrator.runs.follow import OutputOptions, follow, handle_of
 from orchestrator.runs.launcher import Launcher, launch
+from orchestrator.runs.logs import read_log
 from orchestrator.runs.recorded import check_own, submission_directory
-from orchestrator.runs.status import cancel, cancel_sweep, read_log, statuses
+from orchestrator.runs.status import statuses
 from orchestrator.snapshot import code_files
 from orchestrator.sweep.planning import PlannedPoints, PlannedRun, plan_line
 from orchestrator.sweep.sweep import follow_sweep, is_sweep
@@ -577,7 +579,7 @@ class Run:
             ConfigError: the run is a program's, which builds its model its own way.
             RunFolderError: no checkpoint was written, it is damaged, or another model's.
         """
-        from orchestrator.trainer.setup import build_job  # what trains it
+        from orchestrator.trainer.job_class import build_job  # what trains it
 
         run = self._existing()
         check_own(run)

@@ -1,12 +1,15 @@
-"""Ctrl-C before a command has anything to clean up: it ends at once, without a traceback.
+"""What Ctrl-C does: first it ends a command at once; a launcher that has a run counts it.
 
-Imports next to nothing: commands install the handler before their own slow imports.
+Imports next to nothing: commands install the first handler before their own slow imports.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+from typing import Any, Self
+
+# ------------------------------------------------------------------ before there is a run
 
 
 def leave(*_: object) -> None:
@@ -28,3 +31,45 @@ def raise_at_interrupt() -> None:
     """Undo `leave_at_interrupt`: Ctrl-C raises `KeyboardInterrupt` again."""
     if signal.getsignal(signal.SIGINT) is leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# ------------------------------------------------------------------ while a launcher has a run
+
+
+class Interrupts:
+    """Counts SIGINT and SIGTERM while it is entered, also more than once; restores the old handlers
+    after. A terminal that closes counts once, though SIGHUP may come twice; under nohup not at all.
+
+    The first one asks a run to stop, or ends what shows it; a second one ends it at once.
+    """
+
+    def __init__(self) -> None:
+        self.count = self._entered = 0
+        self._old: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if not self._entered:
+            numbers = [signal.SIGINT, signal.SIGTERM]
+            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+                numbers.append(signal.SIGHUP)
+            for number in numbers:
+                self._old[number] = signal.signal(number, self._handle)
+        self._entered += 1
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._entered -= 1
+        if not self._entered:
+            self.count = 0
+            for number, handler in self._old.items():
+                signal.signal(number, handler)
+
+    def once(self) -> None:
+        """Count one interrupt, unless there was one."""
+        self.count = max(1, self.count)
+
+    def _handle(self, number: int, _: object) -> None:
+        self.count = max(1, self.count + (number != signal.SIGHUP))
+
+
+interrupts = Interrupts()  # signals are the whole process's

@@ -199,7 +199,7 @@ class OrchestratorJob(Job[Any]):
         """
         from orchestrator.errors import OrchestratorError
         from orchestrator.rundir.folder import RunDir
-        from orchestrator.runs.status import cancel
+        from orchestrator.runs.cancel import cancel
 
         while True:
             may_begin = _is_followed(self.job_id)
@@ -581,7 +581,7 @@ def queue(folder: Path, runs: Sequence[Path], arguments: Sequence[str]) -> int:
     from orchestrator.launch import main as launch
     from orchestrator.report.terminal import print_error
     from orchestrator.rundir.folder import RunDir
-    from orchestrator.runs.status import cancel
+    from orchestrator.runs.cancel import cancel
 
     for number, run in enumerate(runs):
         line = ["-q", *arguments, *_of_run(run), "--", "-m", MODULE, "call", str(folder)]

@@ -33,7 +33,7 @@ from orchestrator.agent.root_cause import (
     stopped_cause,
     tail,
 )
-from orchestrator.agent.saver import GRACE_S, SaverElection
+from orchestrator.agent.saver_election import GRACE_S, SaverElection
 from orchestrator.agent.stacks import STACK_S
 from orchestrator.agent.standstills import Standstills, restart_waits
 from orchestrator.agent.worker_state import WorkerState
@@ -112,7 +112,7 @@ class Coordinator:
         self._spec, self._run = spec, RunDir(spec.run)
         self._ranks = spec.ranks
         self._record = GenerationRecord(self._run.attempt(spec.attempt))
-        self._began = self._folder_seen = self._clock()
+        self._began = self._beat_at = self._clock()
         self._folder_missing = 0  # how often in a row
         self._took_over = bool(lost)
         self.agents = {index: AgentState(index) for index in range(spec.nodes)}
@@ -132,7 +132,7 @@ class Coordinator:
             self._hung.update(generation.get("hung", ()))
         self._lost_members: set[int] = set()  # members lost since the newest generation
         self.changed = True  # since the last tick
-        self._noticed = 0.0
+        self._noticed = 0.0  # when the newest loss was; `_beyond_reach` caches an answer for it
         self._probed = 0.0
         self._finished = False  # a worker has
         self._beyond_reach: tuple[float, bool] = (0.0, False)
@@ -374,14 +374,14 @@ class Coordinator:
         """Record a failure, or a loss that the other workers survive."""
         members = [self._member(rank) for rank in ranks]
         lost = self._member_set.intersection(members)
-        # Also true if the loss of each of its members is known already.
-        evicted = final_state == EVICTED or not lost - self._lost_members
+        # Also true of a process that is no member, and if the loss of each member is known already.
+        others_unaffected = final_state == EVICTED or not lost - self._lost_members
         taken_away = not final_state and -end.status in EXTERNAL_KILL_SIGNALS
         # Others that have finished do not redo its updates.
         survived = taken_away and self._survives_losses and not self._finished
         if self._killed:  # by this coordinator, so it is no cause
             return
-        if not (evicted or survived):
+        if not (others_unaffected or survived):
             self._ends.append(end)
             self._end_others()
             return
@@ -397,6 +397,7 @@ class Coordinator:
             self._noticed = self._clock()
             restart_waits(self.workers.values(), self._clock())
         for rank in ranks:
+            # Its "", for no message, would have `_decide` report a survived loss as FAILED.
             self.workers[rank].final_state = None
             self._schedule_restart(rank)
 
@@ -422,7 +423,7 @@ class Coordinator:
             self._give_up_at = self._clock() + GRACE_S
 
     def _elect_saver(self, now: float) -> None:
-        """Choose who saves the last boundary of a failed attempt, if that is due (`saver.py`)."""
+        """Choose who saves the last boundary of a failed attempt, if due (`saver_election.py`)."""
         if self._give_up_at is None or self._killed or self._election.saver is not None:
             return
         # Ranks whose weights differ must not save them: which are right is not known.
@@ -631,9 +632,9 @@ class Coordinator:
         if self.outcome is not None:
             return
         now = self._clock()
-        folder_due = now - self._folder_seen >= BEAT_S
-        if folder_due:
-            self._folder_seen = now
+        beat_due = now - self._beat_at >= BEAT_S
+        if beat_due:
+            self._beat_at = now
             missing = not is_folder(self._run.attempt(self._spec.attempt))
             self._folder_missing = self._folder_missing + 1 if missing else 0
             if not self._killed and self._folder_missing >= MISSING_FOLDER_CHECKS:
@@ -642,7 +643,7 @@ class Coordinator:
                 self._culprit = Culprit(rank=None, node=self._spec.name, cause=cause, usage=True)
                 self._give_up_at = now
                 self._end_in_order()
-        if folder_due and self._standstills.may_be_due and not self._killed:
+        if beat_due and self._standstills.may_be_due and not self._killed:
             self._check_standstill(now)
         self._check_agents(now)
         if any(self._is_member(worker) for worker in self.workers.values()):
@@ -659,11 +660,13 @@ class Coordinator:
             ):
                 self._publish(0, self._members, code=self.workers[0].code)
             # Another coordinator, which considered this one lost, may have recorded one.
-            if folder_due and (generation := self._record.read(self._generation + 1)) is not None:
+            if beat_due and (generation := self._record.read(self._generation + 1)) is not None:
                 self._accept(generation)
             self._next_generation(now)
             self._grow(now)
             self._restart(now)
+        # The order matters: `_end_others` sets `_give_up_at`, without which no saver is elected;
+        # `_elect_saver` may extend it, so it comes before the test of it.
         for rank in [rank for rank, at in self._kill_at.items() if now >= at]:
             del self._kill_at[rank]
             self._kill(rank)
@@ -679,6 +682,8 @@ class Coordinator:
                 if agent.index != self._spec.index
             )
             if awaits_agent and all(end.rank in secondary for end in self._ends):
+                # Neither may a sleeper count as a cause now, nor the outcome be written without the
+                # silent agent's node.
                 return
             self._killed, self._killed_at = True, now
             self._command(None, "die")
@@ -835,7 +840,8 @@ class Coordinator:
         announce = newcomers and not self._announced_newcomers
         if announce and now - self._looked_for_room > BEAT_S:
             self._looked_for_room = now
-            if self._record.has_room():  # else the members would wait at the boundary in vain
+            # Without room for it the members would wait at the boundary in vain.
+            if self._record.has_room([*self._members, *newcomers]):
                 self._announced_newcomers = True
                 # One rank is enough: at the next boundary it informs all others.
                 leader = rank_of(self._members[0], self._ranks)

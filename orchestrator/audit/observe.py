@@ -788,17 +788,17 @@ def _install_policy(observer: Observer) -> None:
     """Note how the project's own accumulator clips: with one factor, as it averages."""
     from orchestrator.engine.common.boundary import EPSILON, UpdatePolicy
 
-    decide = UpdatePolicy.decide
+    norm_and_factor = UpdatePolicy.norm_and_factor
 
-    @functools.wraps(decide)
-    def deciding(self: Any, *args: Any, **kwargs: Any) -> Any:
-        decision = decide(self, *args, **kwargs)
+    @functools.wraps(norm_and_factor)
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        decision = norm_and_factor(self, *args, **kwargs)
         limit = self._clip_norm
         if decision is not None and limit is not None:
             observer.own_clip = min(1.0, limit / (decision[0] + EPSILON))
         return decision
 
-    UpdatePolicy.decide = deciding
+    UpdatePolicy.norm_and_factor = noting
 
 
 def _install_loader(observer: Observer) -> None:

@@ -37,7 +37,8 @@ from orchestrator.rehearse.faults import (
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.generations import GenerationRecord
 from orchestrator.rundir.metrics import Kind, Tail, updates_of
-from orchestrator.runs.status import cancel, statuses
+from orchestrator.runs.cancel import cancel
+from orchestrator.runs.status import statuses
 
 CLOSE = 1e-4
 END_S = 60.0

@@ -3,7 +3,7 @@
 | in a file | what |
 |---|---|
 | `generation`, `members` | its number, and its members in order (`member_of`) |
-| `gone`, `why` | lost members, and a description of how they were lost |
+| `gone`, `why` | lost members, and a description of how they were lost (`bounded_reasons`) |
 | `hung` | members so far whose own code hung, which is survived once for each rank |
 | `joined` | newcomers |
 | `updates` | with newcomers: updates completed when they joined |
@@ -16,6 +16,7 @@ consensus: a later proposal adopts the existing record. It holds on NFS too (unl
 from __future__ import annotations
 
 import secrets
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -46,11 +47,27 @@ def candidate_causes(
 
 
 MOST_REASONS = 16
+MOST_OF_REASON = 300  # characters
+_LARGE = 10**15  # as long as any number of a generation or of updates
+
+
+def bounded_reasons(why: Sequence[str]) -> list[str]:
+    """Return the beginnings of the first reasons: of a whole rack there may be thousands.
+
+    >>> bounded_reasons([f"on node{number}: lost" for number in range(20)])[15:]
+    ['on node15: lost', 'and 4 more']
+    """
+    reasons = [
+        reason if len(reason) <= MOST_OF_REASON else reason[: MOST_OF_REASON - 1] + "…"
+        for reason in why[:MOST_REASONS]
+    ]
+    more = len(why) - len(reasons)
+    return [*reasons, f"and {more} more"] if more else reasons
 
 
 def message_of(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return what workers need to know of a generation. It goes to every node and rank, so its size
-    must not grow with their number: members are runs, and of many reasons the first are named.
+    must not grow with their number: members are runs, and `publish` has bounded the reasons.
 
     >>> message_of({"generation": 1, "members": [0, 1, 2, 5, 6, 11], "why": ["on node1: lost"]})
     {'generation': 1, 'members': [[0, 2], [5, 6], [11, 11]], 'why': ['on node1: lost']}
@@ -61,10 +78,7 @@ def message_of(record: Mapping[str, Any]) -> dict[str, Any]:
             runs[-1][1] = member
         else:
             runs.append([member, member])
-    why = list(record.get("why", []))
-    if more := len(why[MOST_REASONS:]):
-        why = [*why[:MOST_REASONS], f"and {more} more"]
-    return {"generation": record["generation"], "members": runs, "why": why}
+    return {"generation": record["generation"], "members": runs, "why": [*record.get("why", [])]}
 
 
 def members_of(message: Mapping[str, Any]) -> list[int]:
@@ -85,14 +99,21 @@ class GenerationRecord:
     def path(self, generation: int) -> Path:
         return self._folder / f"generation-{generation:04d}.json"
 
-    def publish(self, generation: int, members: Iterable[int], **more: Any) -> dict[str, Any]:
+    def publish(
+        self, generation: int, members: Iterable[int], *, why: Sequence[str] = (), **more: Any
+    ) -> dict[str, Any]:
         """Propose `members`; return the accepted record: this proposal or an earlier one.
+
+        Args:
+            why: how members were lost; `bounded_reasons` keeps some of it.
+            more: see the module.
 
         Raises:
             OSError: it cannot be written; a retry may succeed.
         """
         path = self.path(generation)
-        content = {"generation": generation, "members": list(members), **more}
+        reasons = {"why": bounded_reasons(why)} if why else {}
+        content = {"generation": generation, "members": list(members), **reasons, **more}
         if create_once(path, to_json_text(path.name, content)):
             return content
         winner = self.read(generation)
@@ -100,11 +121,21 @@ class GenerationRecord:
             raise FileExistsError(path)
         return winner
 
-    def has_room(self) -> bool:
-        """Return whether a generation could be written now; only a write can detect a quota."""
+    def has_room(self, members: Sequence[int]) -> bool:
+        """Return whether a generation that lets some of these members in could be written now; only
+        a write can detect a quota.
+        """
         own = self._folder / f".room.{secrets.token_hex(8)}"
+        largest: dict[str, Any] = {  # in which all are new, though the code of each has hung
+            "generation": _LARGE,
+            "members": list(members),
+            "joined": {str(member): [] for member in members},
+            "updates": _LARGE,
+            "hung": list(members),
+            "time": time.time(),
+        }
         try:
-            write_atomically(own, bytes(4096))  # more than any generation after the first needs
+            write_atomically(own, to_json_text(own.name, largest))
         except OSError:
             return False
         own.unlink()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console
 
@@ -32,6 +31,7 @@ from orchestrator.errors import (
     RunFolderRemoved,
     UsageError,
 )
+from orchestrator.interrupt import interrupts
 from orchestrator.notify import Notifier
 from orchestrator.plugins import CLUSTERS
 from orchestrator.report.caller import tell_begun
@@ -74,43 +74,6 @@ class OutputOptions:
         """Print a line, as `say` does, unless `quiet`."""
         if not self.quiet:
             say(self.console, text, style, prose=prose)
-
-
-class Interrupts:
-    """Counts SIGINT and SIGTERM while it is entered, also more than once; restores the old handlers
-    after. A terminal that closes counts once, though SIGHUP may come twice; under nohup not at all.
-    """
-
-    def __init__(self) -> None:
-        self.count = self._entered = 0
-        self._old: dict[int, Any] = {}
-
-    def __enter__(self) -> Self:
-        if not self._entered:
-            numbers = [signal.SIGINT, signal.SIGTERM]
-            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-                numbers.append(signal.SIGHUP)
-            for number in numbers:
-                self._old[number] = signal.signal(number, self._handle)
-        self._entered += 1
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._entered -= 1
-        if not self._entered:
-            self.count = 0
-            for number, handler in self._old.items():
-                signal.signal(number, handler)
-
-    def once(self) -> None:
-        """Count one interrupt, unless there was one."""
-        self.count = max(1, self.count)
-
-    def _handle(self, number: int, _: object) -> None:
-        self.count = max(1, self.count + (number != signal.SIGHUP))
-
-
-interrupts = Interrupts()  # signals are the whole process's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

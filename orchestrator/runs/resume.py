@@ -29,6 +29,7 @@ from orchestrator.config.program import is_program
 from orchestrator.config.reading import literal_container, read_config, to_yaml, unknown_keys
 from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError, RunFolderError
+from orchestrator.interrupt import interrupts
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.program import ProgramPlan
 from orchestrator.plan.recorded_speeds import BALANCE, keep_speeds, kept_speeds
@@ -47,7 +48,7 @@ from orchestrator.rundir.files import read_text, write_atomically, write_json
 from orchestrator.rundir.folder import LABELS, RESUMES, RunDir
 from orchestrator.rundir.lock import locked
 from orchestrator.rundir.metrics import Tail
-from orchestrator.runs.follow import OutputOptions, PreparedRun, handle_of, interrupts
+from orchestrator.runs.follow import OutputOptions, PreparedRun, handle_of
 from orchestrator.runs.inputs import INPUTS, accepted, differences, has_done_nothing
 from orchestrator.runs.recorded import check_own, config_of, plan_of_run, submission_directory
 from orchestrator.runs.start import (
@@ -150,9 +151,9 @@ def refuse_another_plan(
         batches = [plan.order.batch_of(update) for plan in (old, new)]
         if update < max(common, done) and len({*batches}) > 1:
             raise ConfigError(
-                f"from update {update} on an update would be of {batches[1]} samples, but was to "
-                f"be of {batches[0]}: accumulation.batch_schedule can change after update "
-                f"{max(common, done) - 1} only\n{instead}"
+                f"after update {update} an update would be of {batches[1]} samples, but was to be "
+                f"of {batches[0]}: accumulation.batch_schedule can change after update "
+                f"{max(common, done)} only\n{instead}"
             )
     step = max(1, common // MOST_UPDATES)
     for update in sorted({*range(0, common, step), *range(common)[-1:]}):
@@ -309,6 +310,7 @@ def _with_overrides(
             if override.is_sweep_override() or override.is_delete() or override.package:
                 raise ConfigError(f"resume takes KEY=VALUE, but was given {text}")
             key, value = override.key_or_group, override.value()
+            # `transport` has no dot, but is a plain key and no config group.
             if "." in key or not isinstance(value, str) or key == "transport":
                 OmegaConf.update(values, key, value, force_add=True)
                 continue
@@ -449,10 +451,17 @@ def prepared_resume(
         yield None
         return
     with submission_directory(run), interrupts, wrap_disk_errors(run), locked(run):
+        cluster = cluster_for(config, output)
+        cluster.trust(run, {change.key for change in resumed.changes})
+        # First: --changed, for which the next refusal asks, would not help a run in progress.
+        if standing := handle_of(run).in_progress():
+            raise RunFolderError(
+                f"{run.path} is in progress ({standing}); to stop it first: "
+                f"{command('cancel', run.path)}"
+            )
         inputs = changed_inputs(run, resumed)
         if inputs and not changed:
             refuse_changed({str(run.path): inputs})
-        cluster = cluster_for(config, output)
         notes = [f"{sentence} since the run began; going on all the same" for sentence in inputs]
         if not is_program(config.job):
             # Verified here only where ranks run here; elsewhere they verify the files themselves.
@@ -473,12 +482,6 @@ def prepared_resume(
             prepare(config, new=False)
             if not other_speeds:
                 kept_speeds(config, run)
-        cluster.trust(run, {change.key for change in resumed.changes})
-        if standing := handle_of(run).in_progress():
-            raise RunFolderError(
-                f"{run.path} is in progress ({standing}); to stop it first: "
-                f"{command('cancel', run.path)}"
-            )
         attempt = run.attempts_made()
         if not cluster.attended:
             attempt = max(attempt, read_newest_attempt(run.newest_attempt) + 1)

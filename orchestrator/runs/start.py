@@ -27,6 +27,7 @@ from orchestrator.errors import (
     UsageError,
     expand_user,
 )
+from orchestrator.interrupt import interrupts
 from orchestrator.notify import check_recipients
 from orchestrator.plan.parts import JobFacts
 from orchestrator.plan.plan import Plan
@@ -42,7 +43,7 @@ from orchestrator.report.terminal import say
 from orchestrator.rundir.files import FULL_ERRORS, write_json
 from orchestrator.rundir.folder import LABELS, RunDir
 from orchestrator.rundir.lock import locked
-from orchestrator.runs.follow import OutputOptions, PreparedRun, interrupts
+from orchestrator.runs.follow import OutputOptions, PreparedRun
 from orchestrator.runs.initial import (
     branch_of,
     initial_weights,

@@ -40,6 +40,7 @@ from orchestrator.errors import (
     did_you_mean,
     expand_user,
 )
+from orchestrator.interrupt import interrupts
 from orchestrator.report.caller import tell_begun
 from orchestrator.report.status_tables import describe_trial, print_search
 from orchestrator.report.terminal import command, say
@@ -48,10 +49,11 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import HELD_OUT, Tail
 from orchestrator.rundir.outcome import describe_culprit
 from orchestrator.rundir.status import OVER, UNREADABLE, find_runs
-from orchestrator.runs.follow import OutputOptions, interrupts
+from orchestrator.runs.cancel import cancel
+from orchestrator.runs.follow import OutputOptions
 from orchestrator.runs.recorded import submission_directory
 from orchestrator.runs.start import stated_folder
-from orchestrator.runs.status import cancel, statuses
+from orchestrator.runs.status import statuses
 from orchestrator.search.space import space_of
 from orchestrator.source.modules import read_once
 from orchestrator.sweep.local import LocalCapacity, LocalQueue, PointResult

@@ -23,12 +23,13 @@ from orchestrator.clusters.api import Share, cluster_of
 from orchestrator.config.rules import max_concurrent_points
 from orchestrator.config.schema import Config
 from orchestrator.errors import EXIT_FAILED, EXIT_FINISHED, OrchestratorError, describe_status
+from orchestrator.interrupt import interrupts
 from orchestrator.machine import Machine, free_memory_bytes
 from orchestrator.report.sweep_tables import describe_outcome, only_varying
 from orchestrator.report.terminal import outlive_reader, say
 from orchestrator.rundir.files import APPENDING, open_nofollow
 from orchestrator.rundir.outcome import describe_stop
-from orchestrator.runs.follow import OutputOptions, interrupts, run_to_end
+from orchestrator.runs.follow import OutputOptions, run_to_end
 from orchestrator.runs.recorded import submission_directory
 from orchestrator.sweep.tasks import Action, PointTask, prepared_task
 

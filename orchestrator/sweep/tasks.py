@@ -18,19 +18,14 @@ from orchestrator.config.program import is_program
 from orchestrator.config.rules import max_concurrent_points
 from orchestrator.config.schema import Config, plain
 from orchestrator.errors import ClusterError, Interrupted, NotNow, RunFolderError, UsageError
+from orchestrator.interrupt import interrupts
 from orchestrator.plugins import CLUSTERS
 from orchestrator.rundir.checkpoints import list_checkpoints
 from orchestrator.rundir.files import make_folder, names_in, write_json, written_together
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import locked
 from orchestrator.rundir.status import OVER, RunStatus
-from orchestrator.runs.follow import (
-    OutputOptions,
-    PreparedRun,
-    handle_of,
-    interrupts,
-    put_back,
-)
+from orchestrator.runs.follow import OutputOptions, PreparedRun, handle_of, put_back
 from orchestrator.runs.inputs import INPUTS, differences, inputs_of, other_versions
 from orchestrator.runs.resume import prepared_resume
 from orchestrator.runs.start import prepared_run, wrap_disk_errors

@@ -44,8 +44,9 @@ from orchestrator.rundir.warnings import warn
 from orchestrator.trainer.agent_link import PositionMarks
 from orchestrator.trainer.best import BestCheckpoint
 from orchestrator.trainer.evaluation import HeldOutEvaluation, joined_figures
-from orchestrator.trainer.setup import Training, set_up
+from orchestrator.trainer.setup import set_up
 from orchestrator.trainer.stop import Follower, LeaveInTime, StopFlag, restart_note
+from orchestrator.trainer.training import Training
 from orchestrator.trainer.worker import WorkerProcess, run_in_worker, write_patiently
 
 
@@ -73,6 +74,7 @@ def _train(worker: WorkerProcess) -> int:
             if finished:  # a rank 0 that was lost may have been saving
                 remove_partial(worker.run.checkpoints)
                 training.require_applied()
+            # `depart` is true if the scheduler continues the run: result.json would end it.
             if finished or not worker.depart(progress.updates):
                 result = training.result(facts, seconds)
                 if not finished and (why := worker.why_for_good()):
@@ -375,6 +377,8 @@ def _callbacks(worker: WorkerProcess, training: Training) -> list[Callback]:
         if worker.topology.scheduled:
             callbacks.append(Follower(worker.stop, run.departure(attempt)))
         return [*callbacks, *training.callbacks]
+    # The note says how the attempt began. A later group has an update of this attempt behind it, or
+    # went back to a checkpoint.
     if attempt and progress.done is None and not progress.returned:
         note = restart_note(run, attempt, worker.topology, progress.updates)
         recorder.note["restart"] = note

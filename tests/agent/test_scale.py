@@ -11,7 +11,7 @@ from orchestrator.agent import agent as agent_module
 from orchestrator.agent.coordinator import Coordinator
 from orchestrator.agent.links import Link, Peer, Port, line_of, probe_ports
 from orchestrator.engine.common.rendezvous import listen
-from orchestrator.rundir.generations import members_of, message_of
+from orchestrator.rundir.generations import GenerationRecord, members_of, message_of
 from tests.agent.test_coordinator import Attempt
 
 NODES, RANKS_PER_NODE = 300, 8
@@ -160,13 +160,10 @@ def test_a_generation_is_formed_with_few_bytes_to_each_of_4000_nodes(tmp_path):
     assert sum(sizes) <= 500 * nodes, "2 MB to all nodes"
 
 
-def test_messages_of_generations_do_not_grow_with_the_number_of_ranks():
+def test_messages_of_generations_do_not_grow_with_the_number_of_ranks(tmp_path):
     lost = [member for member in range(32_000) if member // 8 not in (7, 8, 1999)]
-    record = {
-        "generation": 3,
-        "members": [*lost, 32_056],
-        "why": [f"on node{n}" for n in range(99)],
-    }
+    why = [f"on node{n}" for n in range(99)]
+    record = GenerationRecord(tmp_path).publish(3, [*lost, 32_056], why=why)
     message = message_of(record)
     assert members_of(message) == record["members"]
     assert len(str(message)) < 1000

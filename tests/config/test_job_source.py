@@ -8,7 +8,7 @@ import pytest
 from orchestrator.config.job_source import check_constructor, check_target
 from orchestrator.errors import JobError
 from orchestrator.source.modules import find_module
-from orchestrator.trainer.setup import build_job
+from orchestrator.trainer.job_class import build_job
 
 SOURCE = """
     import dataclasses

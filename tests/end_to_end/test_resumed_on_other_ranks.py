@@ -92,8 +92,8 @@ def test_a_schedule_can_only_change_beyond_the_updates_that_were_planned(tmp_pat
     started(run, *GROWING, "train.updates=5", SMALL)
     done = verb("resume", run, "accumulation.batch_schedule=[[4,80]]", "train.updates=6", code=2)
     said = " ".join(done.stderr.split())
-    assert "from update 3 on an update would be of 48 samples, but was to be of 80" in said
-    assert "accumulation.batch_schedule can change after update 4 only" in said
+    assert "after update 3 an update would be of 48 samples, but was to be of 80" in said
+    assert "accumulation.batch_schedule can change after update 5 only" in said
     further = "accumulation.batch_schedule=[[3,80],[6,100]]"
     verb("resume", run, further, "train.updates=8", code=0)
     assert [record["samples"] for record in records(run)][-4:] == [16, 80, 100, 60]

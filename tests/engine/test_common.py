@@ -40,7 +40,7 @@ def _policy(on_non_finite="stop", *, scales=False, clip_norm=None):
 
 def _losses(policy, *rows):
     trailer = Trailer.from_losses([number for row in rows for number in row], 0)
-    return policy.decide(3, trailer, trailer, 8.0, list)
+    return policy.norm_and_factor(3, trailer, trailer, 8.0, list)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_an_update_in_which_nothing_counts_is_skipped_with_a_word(on_non_finite)
 
 def _decide(policy, weight, norm, named=list, **more):
     totals = Trailer.from_losses([weight, 1.0], 0)
-    return policy.decide(3, totals, Trailer(), norm, named, **more)
+    return policy.norm_and_factor(3, totals, Trailer(), norm, named, **more)
 
 
 def test_a_gradient_that_is_not_finite_stops_skips_or_is_an_overflow():

@@ -7,7 +7,7 @@ import pytest
 
 from jobs.gpt2 import END, GPT2, PADDING
 from orchestrator import JobError
-from orchestrator.trainer.setup import build_job
+from orchestrator.trainer.job_class import build_job
 from tests.helpers import call, compare, records, result
 
 COMMON = (

@@ -6,7 +6,7 @@ import torch
 from jobs.language_model import BEGIN, PADDING, LanguageModel
 from jobs.python_source import Paragraphs
 from orchestrator.config.composer import compose
-from orchestrator.trainer.setup import build_job
+from orchestrator.trainer.job_class import build_job
 from tests.jobs.training import train
 from tests.laws.problem import difference
 

@@ -26,9 +26,18 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import is_locked
 from orchestrator.runs import start
 from orchestrator.runs.follow import OutputOptions
+from orchestrator.runs.inputs import INPUTS
 from orchestrator.runs.recorded import submission_directory
-from orchestrator.runs.resume import advise_new_run, record, refuse_other_numbers, resumption
+from orchestrator.runs.resume import (
+    advise_new_run,
+    prepared_resume,
+    record,
+    refuse_other_numbers,
+    resumption,
+)
 from orchestrator.runs.start import wrap_disk_errors
+from tests.clusters.slurm.queue_lines import queue_line
+from tests.programs import script
 from tests.run_folders import Screen
 
 
@@ -127,12 +136,12 @@ def test_what_leaves_the_numbers_alone_is_taken(make_run, begun, asked):
         (
             ["train.updates=9"],
             "accumulation.batch_schedule=[[8,60]]",
-            "can change after update 8 only",
+            "can change after update 9 only",
         ),
         (
             ["accumulation.batch_schedule=[[2,60]]"],
             "accumulation.batch_schedule=[]",
-            "from update 2 on an update would be of 48 samples, but was to be of 60",
+            "after update 2 an update would be of 48 samples, but was to be of 60",
         ),
         (
             [
@@ -336,3 +345,27 @@ def test_a_new_run_is_held_before_its_configuration_can_be_seen(tmp_path, monkey
     ):
         assert run.config.exists()
     assert held == [True]
+
+
+def test_a_run_in_progress_is_refused_as_that_before_its_changed_code(
+    make_run, tmp_path, monkeypatch
+):
+    run, code, calls = make_run(), tmp_path / "edited.py", tmp_path / "calls"
+    code.write_text("")
+    inputs = {"code": {str(code): "0" * 64}}
+    write_json(run.submission, {"cluster": "slurm", "time": 1.0, INPUTS: inputs})
+    write_json(run.handle, {"kind": "slurm", "job_id": "7", "attempt": 0, "slurm_conf": None})
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+    output = OutputOptions(console=Screen(), quiet=True)
+    for line, error, why in (
+        (queue_line(), RunFolderError, r"is in progress \(job 7, running\)"),
+        ("", ConfigError, r"edited\.py has changed .*\n.*--changed"),
+    ):
+        calls.write_text("")
+        answer = f"#!/bin/sh\necho asked >>{calls}\necho '{line}'\n"
+        script(tmp_path / "bin", answer, "squeue", run=True)
+        with pytest.raises(error, match=why), prepared_resume(run.path, output):
+            pass
+        assert calls.read_text() == "asked\n"

@@ -21,8 +21,10 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import read_metrics
 from orchestrator.rundir.outcome import result_from_records
 from orchestrator.rundir.status import from_folder
+from orchestrator.runs.cancel import cancel_sweep
 from orchestrator.runs.follow import OutputOptions, resolve_submissions
-from orchestrator.runs.status import cancel_sweep, expand, read_log, statuses
+from orchestrator.runs.logs import read_log
+from orchestrator.runs.status import expand, statuses
 from orchestrator.sweep.sweep import resume_sweep
 from tests.run_folders import Screen, maker, record, result
 
@@ -91,7 +93,7 @@ def test_a_rank_without_a_log_is_refused_and_what_the_batch_script_wrote_is_show
 def test_a_point_that_ends_while_its_sweep_is_cancelled_hides_nothing(tmp_path, monkeypatch):
     run = make_run(tmp_path / "sweep" / "0")
     running = replace(from_folder(run), state="running")
-    monkeypatch.setattr("orchestrator.runs.status.statuses", lambda _: ([running], []))
+    monkeypatch.setattr("orchestrator.runs.cancel.statuses", lambda _: ([running], []))
     with pytest.raises(ClusterError, match=r"none of the 1 point in .* is queued or running"):
         cancel_sweep(tmp_path / "sweep", now=False)
 

@@ -228,7 +228,7 @@ def test_a_run_that_cannot_be_cancelled_leaves_no_other_one_queued(tmp_path, mon
             raise ClusterError("the scheduler does not answer")
 
     monkeypatch.setattr("orchestrator.launch.main", lambda _: next(codes))
-    monkeypatch.setattr("orchestrator.runs.status.cancel", cancel)
+    monkeypatch.setattr("orchestrator.runs.cancel.cancel", cancel)
     runs = [tmp_path / name for name in "abc"]
     assert submitit_plugin.queue(tmp_path, runs, ["cluster=slurm"]) == 2
     assert cancelled == [("a", True), ("b", True)]

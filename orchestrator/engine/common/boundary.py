@@ -267,7 +267,7 @@ class UpdatePolicy:
             raise ConfigError(f"train.on_non_finite must be stop or skip, but is {self._policy!r}")
         self._scale, self._gather = scale, gather
 
-    def decide(
+    def norm_and_factor(
         self,
         update: int,
         totals: Trailer,

@@ -328,7 +328,7 @@ class MindSporeEngine(Engine):
             self._replica_checker.check(totals, update)
             norm_of_sum, norm = self._accumulator.norm_of(gradients), None
             named = partial(self._accumulator.not_finite, gradients)
-            decision = self._policy.decide(update, totals, trailer, norm_of_sum, named)
+            decision = self._policy.norm_and_factor(update, totals, trailer, norm_of_sum, named)
             if decision is not None:
                 norm, factor = decision
                 self._step(Tensor(factor, self._accumulator.dtype), *gradients)

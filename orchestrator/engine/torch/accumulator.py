@@ -557,7 +557,7 @@ class Accumulator:
         Returns:
             The averaged gradient's norm; None where the update is skipped.
         """
-        decision = self._policy.decide(
+        decision = self._policy.norm_and_factor(
             update,
             totals,
             trailer,

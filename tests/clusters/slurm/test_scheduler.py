@@ -18,7 +18,8 @@ from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import departure_note
-from orchestrator.runs.status import cancel_sweep, statuses
+from orchestrator.runs.cancel import cancel_sweep
+from orchestrator.runs.status import statuses
 from tests.clusters.slurm.queue_lines import queue_line
 from tests.programs import script
 from tests.run_folders import make_run

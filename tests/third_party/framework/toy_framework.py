@@ -120,7 +120,7 @@ class NumpyEngine(Engine):
         stepped = None
         with self._clock.optimize:
             norm = float(np.linalg.norm(gradient))
-            stepped = self._policy.decide(window.update, totals, trailer, norm, list)
+            stepped = self._policy.norm_and_factor(window.update, totals, trailer, norm, list)
             if stepped is not None:
                 self._step(gradient * np.float32(stepped[1]), window.learning_rate)
         if stepped is not None:
