@@ -111,6 +111,7 @@ class Agent:
         self._refusals = 0  # links in a row that were closed before anything came over them
         self._was_heard = False  # the coordinator has sent something on this link
         self._clock, self._suspended_s = AwakeClock(), 0.0
+        self._learn_at = 0.0  # what was missed in a suspension is read again from then on
         self._began = self._clock()
         self._lost_in_row = 0  # candidates for the coordinator
         self._unreachable: dict[tuple[int, int], float] = {}  # since when, by seniority
@@ -199,11 +200,13 @@ class Agent:
     def _turn(self) -> None:
         """Handle what has happened since the last turn."""
         self._clock()
-        if self._clock.suspended_s > self._suspended_s:
-            self._suspended_s = self._clock.suspended_s
+        suspended_s = self._clock.suspended_s
+        if suspended_s > self._suspended_s and self._clock() >= self._learn_at:
             try:
                 self._learn_what_was_missed()
+                self._suspended_s = suspended_s
             except (OSError, RunFolderError) as error:  # heartbeats must not wait for it
+                self._learn_at = self._clock() + BEAT_S
                 log.warning("what others have done meanwhile is not known yet: %s", error)
         if self._over:
             return

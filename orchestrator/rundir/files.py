@@ -188,18 +188,18 @@ def _repeat(
     patience_s: float,
     poll_s: float,
 ) -> T:
-    waited_s, warned = 0.0, False  # the action's own time, minutes perhaps, does not count
+    failed_at: float | None = None  # at first: minutes that the action took until then do not count
     while True:
         try:
             return action()
         except (OSError, RunFolderError) as error:
-            if not may_pass(error) or waited_s >= patience_s:
+            now, is_first = time.monotonic(), failed_at is None
+            failed_at = now if failed_at is None else failed_at
+            if not may_pass(error) or now - failed_at >= patience_s:
                 raise
-            if not warned:
+            if is_first:
                 tell_wait(error)
-                warned = True
             time.sleep(poll_s)
-            waited_s += poll_s
 
 
 def is_own(path: Path) -> bool:

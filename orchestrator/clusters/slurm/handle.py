@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -87,7 +88,7 @@ def cancel_all(runs: Sequence[RunDir], *, now: bool) -> dict[Path, Cancellation]
                 outcomes[run.path] = Cancellation(
                     f"is {job.suspended_by}; nothing was sent; --now ends it at once"
                 )
-            elif is_ours(run, job):
+            elif is_ours(run, job) or _has_log_of(client, run, job):
                 (ends if now or job.waiting else stops)[run] = job
             else:
                 outcomes[run.path] = Cancellation(
@@ -182,12 +183,14 @@ def is_of_another(client: SlurmClient, run: RunDir, job: ScheduledJob) -> bool:
 
 
 def _has_log_of(client: SlurmClient, run: RunDir, job: ScheduledJob) -> bool:
-    """Return whether a job's output goes to the run's log; True if that is not known."""
-    try:
-        answer = client.run("scontrol", "show", "job", job.id)
-    except ClusterError:
-        return True
-    return f"StdOut={run.batch_log}" in answer.out.split()
+    """Return whether a job's output goes to the run's log. Raises `SchedulerDown` if that is not
+    known: neither may the job be ended for this run's sake, nor the run for the job's.
+    """
+    answer = client.run("scontrol", "show", "job", job.id)
+    if answer.code:
+        raise SchedulerDown(f"scontrol show job {job.id}: {answer.message}")
+    logs = re.findall(r"\bStdOut=(\S+)", answer.out)
+    return os.path.realpath(run.batch_log) in map(os.path.realpath, logs)
 
 
 def _script_folders(run: RunDir, job: ScheduledJob) -> list[Path]:

@@ -89,7 +89,13 @@ def _query(
     for run in runs:
         status = statuses[run.path]
         job = jobs.get(str(status.job_id))
-        if job is not None and is_of_another(client, run, job):
+        try:
+            foreign = job is not None and is_of_another(client, run, job)
+        except (ClusterError, *DAMAGE) as error:  # one run hides no other
+            yield f"{run.path}: {error}"
+            mark_unknown([run], statuses, str(error))
+            continue
+        if job is not None and foreign:
             if status.state not in ENDED_STATES:
                 reason = (
                     f"the run's job has ended without a result; job {job.id}, which "

@@ -105,7 +105,8 @@ def test_a_suspended_job_is_sent_no_signal_by_cancel(submitted, say, plan, marke
 
 @pytest.mark.parametrize("now", [False, True])
 def test_another_runs_job_is_not_cancelled(submitted, say, now):
-    calls = say("squeue", queue_line(Command="/another/script.sh"))
+    calls = say("scontrol", "JobId=7 StdOut=/another/log")
+    say("squeue", queue_line(Command="/another/script.sh"))
     with pytest.raises(ClusterError, match=r"job 7, .* is not this run's: it runs /another/scri"):
         SlurmHandle(submitted).cancel(submitted, now=now)
     assert not submitted.cancel.exists()
