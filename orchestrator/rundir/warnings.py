@@ -125,7 +125,7 @@ def warn_into(path: Path, rank: int) -> None:
     _destination = _RankWarnings(path, rank)
 
 
-def warn(sentence: str, *, kind: str | None = None, about: About = "run") -> None:
+def warn(sentence: str, *, kind: str | None = None, about: About = "run", depth: int = 0) -> None:
     """Warn the users of this run. Never raises in a run, not collective, cheap when repeated.
 
     In library mode it is Python's `UserWarning`, with the rank that torchrun has given the process.
@@ -135,12 +135,13 @@ def warn(sentence: str, *, kind: str | None = None, about: About = "run") -> Non
         kind: of each kind only the first is shown; the sentence itself by default. For sentences
             that hold a number of the moment.
         about: "rank" if the sentence means this rank, as in "it was frozen".
+        depth: in library mode, how many calls above the caller the line is that it is about.
     """
     sentence = sentence if len(sentence) <= LONGEST else sentence[: LONGEST - 1] + "…"
     if _destination is None:
         if about == "rank" and (rank := os.environ.get("RANK")):
             sentence = f"rank {rank}: {sentence}"
-        warnings.warn(sentence, UserWarning, stacklevel=2)
+        warnings.warn(sentence, UserWarning, stacklevel=2 + depth)
     else:
         _destination.warn(sentence, kind or sentence, about)
 

@@ -169,7 +169,8 @@ class WindowState:
         self.error_breaks = "window"
         if any(map(_TRAINING, self._norms.values())):
             norms, self._norms = list(self._norms), {}
-            warn(norm_advice(norms, apart=self._group.size > 1, remedy=NORMS_OF_LOOP))
+            advice = norm_advice(norms, apart=self._group.size > 1, remedy=NORMS_OF_LOOP)
+            warn(advice, depth=3)  # of who calls backward() or begin_window()
         if self._watched is not None:
             self._before, self._watched = ForwardState(self._watched, extra=False), None
         self._versions, self._settings = list(map(version_of, self._parameters)), {}
@@ -283,7 +284,7 @@ class WindowState:
         before, self._before = self._before, None
         split = self._group.size > 1 or self.micro_steps > 1
         if split and before is not None and (layers := before.changed_layers()):
-            warn(changing_advice(layers, "after boundary()"))
+            warn(changing_advice(layers, "after boundary()"), depth=2)
         now = self._settings_now()
         for setting, before in self._settings.items():
             if now.get(setting) != before:
