@@ -25,7 +25,7 @@ STALL_S = 300.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """What is to be done about ranks that make no progress.
+    """The finding about ranks that make no progress.
 
     Attributes:
         informs: all workers are to learn for how long all of them have waited, `standstill_s`: that
@@ -168,27 +168,27 @@ class Standstills:
 
     def _notify_of_stall(self, now: float, standing: list[WorkerState], *, everyone: bool) -> None:
         """Write down, once, that a rank has made no progress for long, for `notify`."""
-        stands = [
+        stalled = [
             worker
             for worker in standing
             if worker.standing is not Standing.WAITS and not worker.program
         ]
         own = (Standing.BUSY, Standing.DECLARED)
-        stands += [worker for worker in standing if worker.program and worker.standing in own]
+        stalled += [worker for worker in standing if worker.program and worker.standing in own]
         if everyone:
-            stands = standing
-        if not stands:
+            stalled = standing
+        if not stalled:
             self._stall_written = False
             return
         after_s = min(STALL_S, self._spec.hang_s / 2)  # before the limit ends the run
-        first = min(stands, key=lambda worker: worker.stands_since)
+        first = min(stalled, key=lambda worker: worker.stands_since)
         if self._stall_written or now - first.stands_since < after_s:
             return
         seconds = now - first.stands_since
         text = f"rank {first.rank} has made no progress for {seconds:.0f} s: it is {first.seen.at}"
         if everyone:
             describe = describe_idle_programs if first.program else describe_waits
-            text = describe({worker.rank: worker.seen for worker in stands}, seconds)
+            text = describe({worker.rank: worker.seen for worker in stalled}, seconds)
         # On a full disk at a later look: that must keep no standstill from its end.
         with contextlib.suppress(OSError):
             stall = RunDir(self._spec.run).stall(self._spec.attempt)

@@ -29,7 +29,7 @@ class WorkerState:
         left_after: it has left its window, after so many updates; `failed`: by an error of its own.
         started: its agent reported its start; `exited`: its end, which was handled.
         given_up: the cause, if it is killed because it hangs.
-        killed_at: when its agent was first told to kill it.
+        killed_at: when its agent was first asked to kill it.
         sleeps: it counts as ended, though SIGKILL has not ended it yet.
         report: its position, as it was sent last. Few are looked at, so it is read when it is.
         log_bytes: size of its log when its stack was requested.

@@ -145,10 +145,7 @@ def values_of_result(values: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in flat(values).items()
         if value not in (None, {}, [])
         and key not in OTHER_FOLDER
-        and (
-            _kind_of(key) is not Kind.FREE
-            or f"{key}.".startswith(tuple(f"{k}." for k in OF_RESULTS))
-        )
+        and (_kind_of(key) is not Kind.FREE or key.startswith(OF_RESULTS))
     }
 
 

@@ -193,7 +193,7 @@ MESSAGES = {
 
 
 def _known(text: str) -> str | None:
-    text = text.replace("'++", "'")  # of `to_hydra`, which nobody typed
+    text = text.replace("'++", "'")  # of `to_hydra`, which was not typed
     for pattern, message in MESSAGES.items():
         if match := re.search(pattern, text):
             return message.format(*match.groups())

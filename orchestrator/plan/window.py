@@ -140,7 +140,7 @@ class WindowPlanner:
                 f"update {update} has {samples} samples, but the assignment is of {split.samples}"
             )
         pieces = split.pieces(rank)
-        # Leaves of work by cost follow from the lengths alone, whoever has them.
+        # Leaves of work by cost follow from the lengths alone, not from the ranks.
         moves_leaves = self.reduction == "reproducible" and self.work is None
         if assignment is not None and moves_leaves:
             leaf = self.batch.micro_batch_cap or self.batch.global_batch

@@ -325,10 +325,10 @@ def _move_aside(old: Path, state: str) -> Path:
 
     Raises:
         RunFolderError: the run is in progress. A point may have been resumed alone since its task
-            was found, and of a damaged folder nobody has asked the scheduler.
+            was found, and about a damaged folder the scheduler was not asked.
     """
     run = RunDir(old)
-    if state.startswith("its folder"):  # damaged or half-written: nobody has asked the scheduler
+    if state.startswith("its folder"):  # damaged or half-written: the scheduler was not asked
         try:
             standing = handle_of(run).in_progress()
         except RunFolderError as error:

@@ -154,7 +154,7 @@ def _make_job(worker: WorkerProcess, config: Config, spec: GroupSpec) -> tuple[J
     job = build_job(with_run_folder(config.job, str(run.path)))
     warn_of_names(job)
     name = framework_of(job)
-    refuse_unsupported(config, name, coupled=is_coupled(job))  # its source may not have told
+    refuse_unsupported(config, name, coupled=is_coupled(job))  # its source may not say
     return job, FRAMEWORKS.make(name, Framework)
 
 

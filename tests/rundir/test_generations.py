@@ -52,6 +52,6 @@ def test_reasons_take_the_same_room_however_many_and_long_they_are(tmp_path, ran
     reasons = record.path(2).stat().st_size - bare
     # A "…" takes 6 bytes, and each reason a line with two quotes; then one says how many are left.
     assert reasons <= (MOST_REASONS + 1) * (MOST_OF_REASON + 12)
-    told = message_of(record.read(2))["why"]
-    assert told[0].startswith("on node1: it hangs in a module")
-    assert told[-1] == f"and {ranks // 2 - MOST_REASONS} more"
+    reasons = message_of(record.read(2))["why"]
+    assert reasons[0].startswith("on node1: it hangs in a module")
+    assert reasons[-1] == f"and {ranks // 2 - MOST_REASONS} more"

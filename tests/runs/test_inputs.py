@@ -205,7 +205,7 @@ def test_a_program_has_done_nothing_if_it_reports_or_was_short(own, source, seco
         write_json(run.program_end(0), {"seconds": seconds})
     assert inputs.has_done_nothing(run, config) is nothing
     for words in ("{run.dir}/out", f"--save={run.path}"):  # where else it saves, nobody can tell
-        told = compose(["job=program", f"job.command=[train.py,'{words}']"])
-        assert not inputs.has_done_nothing(run, told)
+        other = compose(["job=program", f"job.command=[train.py,'{words}']"])
+        assert not inputs.has_done_nothing(run, other)
     (run.checkpoints / "mine.pt").touch()
     assert not inputs.has_done_nothing(run, config)

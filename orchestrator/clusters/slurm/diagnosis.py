@@ -145,15 +145,17 @@ def _of_script(run: RunDir, job: ScheduledJob) -> Culprit:
     """Explain the end of a job of which nothing is known but how its script ended."""
     node, log = job.nodes or "scheduler", tail(run.batch_log)
     last = next((line.strip() for line in reversed(log) if line.strip()), "")
-    said = f" ({last})" if job.exit_code and CANNOT_START.match(last) else ""
+    quote = f" ({last})" if job.exit_code and CANNOT_START.match(last) else ""
     # exit signal 53 is slurmd's own: it could not open the output file
-    if job.exit_signal == 53 or not (run.attempts_made() or said):
+    if job.exit_signal == 53 or not (run.attempts_made() or quote):
         cause = (
             f"the job ended ({job.state}) before it could write anything: the run folder "
             f"{run.path} is probably not visible on {node}; keep runs on a shared file system"
         )
     else:
-        script = f": its batch script {_how(job)}{said}" if job.exit_signal or job.exit_code else ""
+        script = (
+            f": its batch script {_how(job)}{quote}" if job.exit_signal or job.exit_code else ""
+        )
         full = "; the disk of the run folder is full" if is_full(run.path) else ""
         cause = f"the job ended ({job.state}) without a result{script}{full}"
     return Culprit(rank=None, node=node, cause=cause, log_tail=log)

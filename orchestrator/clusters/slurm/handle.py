@@ -45,7 +45,7 @@ UNSEEN_S = 15.0
 
 @dataclass(frozen=True, slots=True)
 class Cancellation:
-    """What happens to a run that is cancelled, as a clause: "is cancelled; …".
+    """The effect of `cancel` on a run, as a clause: "is cancelled; …".
 
     Attributes:
         foreign: nothing does, since the job that its folder names is not the run's.
