@@ -1,4 +1,5 @@
-"""What Ctrl-C does: first it ends a command at once; a launcher that has a run counts it.
+"""What Ctrl-C and `cancel` do: at first they end a command at once; a launcher that has a run
+counts them.
 
 Imports next to nothing: commands install the first handler before their own slow imports.
 """
@@ -8,6 +9,10 @@ from __future__ import annotations
 import os
 import signal
 from typing import Any, Self
+
+STOP_REQUEST = signal.SIGUSR1
+"""What `orchestrator cancel` sends to a launcher: a second one asks for nothing more."""
+COUNTED_ONCE = (STOP_REQUEST, signal.SIGHUP)
 
 # ------------------------------------------------------------------ before there is a run
 
@@ -22,15 +27,22 @@ def leave(*_: object) -> None:
 
 
 def leave_at_interrupt() -> None:
-    """Make Ctrl-C end this process by `leave`, unless SIGINT is ignored or handled already."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, leave)
+    """Make Ctrl-C and `STOP_REQUEST` end this process by `leave`, unless they are ignored or
+    handled already.
+    """
+    for number, default in (
+        (signal.SIGINT, signal.default_int_handler),
+        (STOP_REQUEST, signal.SIG_DFL),
+    ):
+        if signal.getsignal(number) is default:
+            signal.signal(number, leave)
 
 
 def raise_at_interrupt() -> None:
-    """Undo `leave_at_interrupt`: Ctrl-C raises `KeyboardInterrupt` again."""
-    if signal.getsignal(signal.SIGINT) is leave:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Undo `leave_at_interrupt`: both raise `KeyboardInterrupt`."""
+    for number in (signal.SIGINT, STOP_REQUEST):
+        if signal.getsignal(number) is leave:
+            signal.signal(number, signal.default_int_handler)
 
 
 # ------------------------------------------------------------------ while a launcher has a run
@@ -38,7 +50,8 @@ def raise_at_interrupt() -> None:
 
 class Interrupts:
     """Counts SIGINT and SIGTERM while it is entered, also more than once; restores the old handlers
-    after. A terminal that closes counts once, though SIGHUP may come twice; under nohup not at all.
+    after. `STOP_REQUEST` counts once, however often it comes, and so does a terminal that closes
+    (SIGHUP); under nohup the latter does not count at all.
 
     The first one asks a run to stop, or ends what shows it; a second one ends it at once.
     """
@@ -49,7 +62,7 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         if not self._entered:
-            numbers = [signal.SIGINT, signal.SIGTERM]
+            numbers = [signal.SIGINT, signal.SIGTERM, STOP_REQUEST]
             if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
                 numbers.append(signal.SIGHUP)
             for number in numbers:
@@ -69,7 +82,7 @@ class Interrupts:
         self.count = max(1, self.count)
 
     def _handle(self, number: int, _: object) -> None:
-        self.count = max(1, self.count + (number != signal.SIGHUP))
+        self.count = max(1, self.count + (number not in COUNTED_ONCE))
 
 
 interrupts = Interrupts()  # signals are the whole process's

@@ -5,7 +5,7 @@ Signals are handled before anything slow is imported.
 
 from __future__ import annotations
 
-from orchestrator.interrupt import leave, leave_at_interrupt
+from orchestrator.interrupt import STOP_REQUEST, leave, leave_at_interrupt
 
 if __name__ == "__main__":
     leave_at_interrupt()
@@ -69,7 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: in place of the process's own.
     """
-    before = signal.signal(signal.SIGINT, leave)
+    numbers = (signal.SIGINT, STOP_REQUEST)
+    before = [signal.signal(number, leave) for number in numbers]
     try:
         from orchestrator.report.terminal import exit_on_broken_pipe, print_error
 
@@ -81,7 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (OrchestratorError, OSError) as error:
             return print_error(error, verbose=not {"-v", "--verbose"}.isdisjoint(argv))
     finally:
-        signal.signal(signal.SIGINT, before)  # the caller of this continues
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)  # the caller of this continues
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from orchestrator.config.reading import NoOptions, options_of
 from orchestrator.config.rules import ClusterFacts, planned_survival, with_survival
 from orchestrator.config.schema import ClusterConfig, Config, node_range
 from orchestrator.errors import ClusterError
+from orchestrator.interrupt import STOP_REQUEST
 from orchestrator.plugins import CLUSTERS
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import is_locked, signal_holder
@@ -392,7 +393,7 @@ class LauncherHandle(Handle):
         return State(result["state"]) if result else State.FAILED
 
     def stop(self) -> None:
-        signal_holder(self._run, signal.SIGINT)
+        signal_holder(self._run, STOP_REQUEST)
 
     def kill(self) -> None:
         # two signals of different kinds, so that both are delivered

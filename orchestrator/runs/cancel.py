@@ -9,6 +9,7 @@ from pathlib import Path
 
 from orchestrator.clusters.api import Cluster, class_of
 from orchestrator.errors import ClusterError, ConfigError, RunFolderError
+from orchestrator.interrupt import STOP_REQUEST
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import is_locked, signal_holder
 from orchestrator.rundir.outcome import describe_stop
@@ -102,7 +103,7 @@ def _cancel_holder(sweep: RunDir, *, now: bool) -> str:
     When this returns, it submits nothing more; its runs on this machine may still be ending.
     """
     runs = [RunDir(path) for path in find_runs(sweep.path)]
-    signal_holder(sweep, *((signal.SIGINT, signal.SIGTERM) if now else (signal.SIGINT,)))
+    signal_holder(sweep, *((signal.SIGINT, signal.SIGTERM) if now else (STOP_REQUEST,)))
     here: list[RunDir] = []
     for run in runs:
         # A damaged point must not keep the others from ending.

@@ -23,7 +23,7 @@ from orchestrator.clusters.api import Share, cluster_of
 from orchestrator.config.rules import max_concurrent_points
 from orchestrator.config.schema import Config
 from orchestrator.errors import EXIT_FAILED, EXIT_FINISHED, OrchestratorError, describe_status
-from orchestrator.interrupt import interrupts
+from orchestrator.interrupt import STOP_REQUEST, interrupts
 from orchestrator.machine import Machine, free_memory_bytes
 from orchestrator.report.sweep_tables import describe_outcome, only_varying
 from orchestrator.report.terminal import outlive_reader, say
@@ -191,7 +191,8 @@ class LocalQueue:
         pipe, its_end = Pipe(duplex=False)
         sys.stdout.flush()
         sys.stderr.flush()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until it counts them itself
+        counted = {*FORWARDED, STOP_REQUEST}
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, counted)  # until it counts them itself
         try:
             body = partial(
                 _run_point, task, self._output, allocation.gpus, its_end, before, self._terminal
@@ -222,7 +223,7 @@ class LocalQueue:
         """Stop a point at its next update boundary, with a checkpoint, if it runs."""
         for process in self._running:
             if process.task.run.path == task.run.path:
-                os.kill(process.pid, signal.SIGINT)
+                os.kill(process.pid, STOP_REQUEST)
 
     def _forward_interrupts(self) -> None:
         """Forward interrupts to all points, which are not in the terminal's process group."""

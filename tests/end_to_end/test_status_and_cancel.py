@@ -6,6 +6,7 @@ import pty
 import re
 import signal
 import subprocess
+import time
 
 import pytest
 
@@ -22,6 +23,7 @@ from tests.helpers import (
     until,
     verb,
 )
+from tests.hold import begin_held, request_stop
 from tests.run_folders import make_run
 
 pytestmark = pytest.mark.whole_runs
@@ -83,6 +85,17 @@ def test_several_runs_are_cancelled_although_one_of_them_has_ended(tmp_path):
         process.communicate(timeout=LIMIT_S)
         assert process.returncode == 3
     assert verb("cancel", *runs, code=0).stdout.count("has ended already") == 2
+
+
+def test_a_run_that_is_cancelled_again_while_it_stops_still_saves_its_checkpoint(run):
+    process, hold = begin_held(run, 2, LIGHT, SMALL, "train.updates=20")
+    request_stop(run, lambda: verb("cancel", run, code=0))
+    assert "next update boundary" in verb("cancel", run, code=0).stdout
+    time.sleep(1)  # a launcher that took it for an order to end at once would obey meanwhile
+    hold.release()
+    process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 3
+    assert found(run)["updates"] == 3, "the update in which it was held is part of the checkpoint"
 
 
 @pytest.mark.parametrize("before", [[], ["nohup"]])
