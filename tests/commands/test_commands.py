@@ -58,6 +58,7 @@ CODES = {value for name, value in vars(errors).items() if name.startswith("EXIT_
 @pytest.mark.parametrize("name", VERBS)
 def test_a_verb_that_lists_has_json_and_every_verb_an_example(name):
     options = {option for parameter in VERBS[name].params for option in parameter.opts}
+    assert {"-v", "--verbose"} <= options or name in ("launch", "run"), "Hydra's options"
     assert "--json" in options or name in ACTS
     assert VERBS[name].epilog.startswith(f"As in: python -m orchestrator {name}")
 

@@ -6,6 +6,7 @@ from orchestrator.plugins import COMMANDS
 from tests.helpers import ROOT, verb
 
 GREET = '''
+from pathlib import Path
 from typing import Annotated
 import typer
 from orchestrator.commands.interface import command, program_of
@@ -21,6 +22,11 @@ def greet(name: Annotated[str, typer.Argument(help="To greet.")], loud: bool = F
 def echo(context: typer.Context) -> None:
     """Print a program."""
     print(program_of(context))
+
+@command("show FILE")
+def show(file: Path) -> None:
+    """Print a file."""
+    print(file.read_text())
 '''
 
 
@@ -46,6 +52,15 @@ def test_a_command_of_a_package_has_an_example_and_takes_a_program(package):
     assert example in verb("echo", "--help", code=0, **where).stdout
     printed = verb("echo", "--", "train.py", "--version", "--help", code=0, **where).stdout
     assert printed == "['--', 'train.py', '--version', '--help']\n"
+
+
+def test_a_command_of_a_package_shows_a_traceback_if_asked(package):
+    where = package(GREET, "show = greeter:show")
+    message = "error: nowhere: No such file or directory\n"
+    assert verb("show", "nowhere", code=2, **where).stderr == message
+    shown = verb("show", "-v", "nowhere", code=2, **where).stderr
+    assert shown.startswith("Traceback")
+    assert shown.endswith(message)
 
 
 def test_a_command_of_a_package_is_listed_with_ours_and_runs(package):
