@@ -75,7 +75,7 @@ def test_a_command_of_a_package_is_listed_with_ours_and_runs(package):
     assert "'greet'" in verb("gret", code=2, **where).stderr, "the nearest name"
 
 
-def test_a_command_that_cannot_be_imported_is_named_with_its_package(package):
+def test_unimportable_command_is_refused(package):
     where = package("raise ValueError('broken')", "greet = greeter:greet")
     sentence = "command=greet: greeter:greet of greeter 1.2 cannot be imported: ValueError: broken"
     assert verb("greet", "ann", code=2, **where).stderr == f"error: {sentence}\n"
@@ -84,7 +84,7 @@ def test_a_command_that_cannot_be_imported_is_named_with_its_package(package):
     assert "resume" in listed.stdout
 
 
-def test_a_command_of_two_packages_is_refused_with_both(package):
+def test_command_of_two_packages_is_refused(package):
     package(GREET, "greet = greeter:greet")
     where = package(GREET, "greet = waver:greet", name="waver")
     said = verb("greet", "ann", code=2, **where).stderr

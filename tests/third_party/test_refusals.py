@@ -154,7 +154,7 @@ METHODS = "".join(
 )
 
 
-def test_a_framework_or_tracker_that_fails_at_its_start_is_named(registered, tmp_path):
+def test_framework_or_tracker_that_fails_at_start(registered, tmp_path):
     registered(FRAMEWORKS, f"class Theirs(Framework):\n{METHODS}{INIT}")
     with pytest.raises(ConfigError) as caught:
         FRAMEWORKS.make("theirs", Framework)
@@ -165,7 +165,7 @@ def test_a_framework_or_tracker_that_fails_at_its_start_is_named(registered, tmp
     assert str(caught.value).startswith(f"tracker.kind=theirs: theirs:Theirs of theirs 1.2 {FAILS}")
 
 
-def test_facts_that_cannot_be_used_are_named_and_none_are_needed(registered):
+def test_unusable_facts_are_reported(registered):
     registered(FRAMEWORK_FACTS, "raise ValueError('broken')")
     with pytest.raises(ConfigError) as caught:
         facts_of("theirs")
@@ -174,7 +174,7 @@ def test_facts_that_cannot_be_used_are_named_and_none_are_needed(registered):
     assert facts_of("another").cpu_transport == "gloo"
 
 
-def test_a_cluster_that_calls_an_untrained_run_finished_is_not_believed(registered, tmp_path):
+def test_untrained_run_does_not_count_as_finished(registered, tmp_path):
     folder = registered(
         CLUSTERS,
         "from orchestrator.clusters.api import Handle, State\n"
