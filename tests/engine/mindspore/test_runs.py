@@ -23,7 +23,7 @@ from tests import helpers
 from tests.docs.printed import typed
 from tests.docs.scripts import script as page_script
 from tests.docs.scripts import shell_block
-from tests.engine.held_out import validate
+from tests.engine.held_out import evaluate_held_out
 from tests.engine.mindspore.jobs import HeldOut
 from tests.hold import Hold
 from tests.programs import script
@@ -74,7 +74,7 @@ def test_ranks_evaluate_together_with_the_statistics_of_rank_0(tmp_path):
     engine = build_engine(job, EngineSettings(metric_names=job.metric_names), group)
     checkpoint = max((run / "checkpoints").iterdir())
     engine.load_weights(checkpoint / WEIGHTS)  # with the statistics of rank 0
-    report = validate(engine, group, HeldOutData({"": job.validation()}), size=8)
+    report = evaluate_held_out(engine, group, HeldOutData({"": job.validation()}), size=8)
     assert helpers.result(run)["metrics"] == report.figures
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     [collectives] = [line["collectives"] for line in lines if "evaluation" in line]
