@@ -100,7 +100,8 @@ def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
 
     `-v` is added here to the verbs that do not read it themselves.
     """
-    adds_verbose = settings_of(function).adds_verbose and "verbose" not in function.__annotations__
+    own_parameters = inspect.signature(function).parameters
+    adds_verbose = settings_of(function).adds_verbose and "verbose" not in own_parameters
 
     @functools.wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:
