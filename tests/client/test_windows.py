@@ -265,7 +265,7 @@ def test_state_that_does_not_fit_or_that_no_checkpoint_can_hold_is_refused(tmp_p
         run_in_threads(2, differ)
 
 
-def test_a_loop_that_keeps_its_own_checkpoints_stops_and_says_what_it_saved(tmp_path, monkeypatch):
+def test_loop_with_its_own_checkpoints_stops(tmp_path, monkeypatch):
     monkeypatch.setattr("orchestrator.rundir.warnings._destination", None)
     (tmp_path / "attempts" / "000").mkdir(parents=True)
     run, done = CurrentRun({RUN: str(tmp_path)}), []

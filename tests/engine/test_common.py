@@ -343,7 +343,7 @@ def rate_of(self, epoch):
         ({"learning_rate": rate_of}, r"Named\.learning_rate\(\) gets the number of an update"),
     ],
 )
-def test_methods_that_nothing_calls_and_misread_numbers_are_warned_of(members, said):
+def test_uncalled_methods_are_warned_of(members, said):
     with pytest.warns(UserWarning, match=said):
         warn_of_names(type("Named", (Job,), members)())
 

@@ -321,7 +321,7 @@ def test_random_numbers_of_a_loss_do_not_pass_for_a_gradient_that_was_cut():
         assert update(built(Noisy(), mode="jit"), [31, 30]).plain_step_s == 0
 
 
-def test_dropout_of_attention_is_compared_with_nothing_and_warned_of():
+def test_dropout_of_attention_is_warned_of():
     engine = built(jobs.AttentionDropout(), mode="jit")
     assert any("dropout in attention" in warning for warning in engine.warnings())
     with pytest.warns(UserWarning, match="a resumed run draws other numbers"):

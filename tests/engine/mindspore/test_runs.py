@@ -248,7 +248,7 @@ def scheduler_of(run):
     return next(c.pid for c in children if "scheduler_process.py" in " ".join(c.cmdline()))
 
 
-def test_a_killed_scheduler_is_named_and_the_next_attempt_trains_to_the_end(tmp_path):
+def test_killed_scheduler_is_reported_and_the_run_restarts(tmp_path):
     """tests/slurm kills a rank, and compares the bits."""
     run, hold = tmp_path / "run", Hold(tmp_path / "hold").hold_before(59)
     held = (SLOW, "job.pause_s=0.02", hold.override)

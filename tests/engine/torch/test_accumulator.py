@@ -277,7 +277,7 @@ def test_buckets_leave_during_the_last_backward_and_not_before():
         assert 0 < sent[2] < whole
 
 
-def test_batch_norm_is_warned_of_once_in_the_line_that_begins_a_window():
+def test_batch_norm_is_warned_of_once():
     ours, model = _accumulator(model=_model(nn.BatchNorm1d(1)))
     for update in range(2):
         with warnings.catch_warnings(record=True) as found:

@@ -250,7 +250,7 @@ def test_state_on_the_job_that_changes_is_warned_of_by_name(kind):
         _train(Counting(kind))
 
 
-def test_numbers_that_a_job_changes_in_its_model_are_warned_of_by_name():
+def test_numbers_changed_in_the_model_are_warned_of():
     with pytest.warns(UserWarning, match=r"after_update\(\) changed .*p of the model.*begin anew"):
         _train(Counting("dropout"))
 
@@ -270,9 +270,7 @@ class Warming(nn.Linear):
 
 @pytest.mark.parametrize("name", ["calls", "_calls"])
 @pytest.mark.parametrize("limit", [1, 100])
-def test_numbers_that_the_forward_counts_are_warned_of_and_those_that_settle_are_not(
-    limit, name, recwarn
-):
+def test_numbers_that_the_forward_counts_are_warned_of(limit, name, recwarn):
     class Job(Counting):
         def model(self):
             self.net = Warming(limit, name)
@@ -286,7 +284,7 @@ def test_numbers_that_the_forward_counts_are_warned_of_and_those_that_settle_are
 calls = 0
 
 
-def test_a_global_number_that_a_job_counts_is_warned_of_by_name():
+def test_counted_global_number_is_warned_of():
     class Job(Counting):
         def loss(self, model, batch):
             globals()["calls"] += 1

@@ -121,7 +121,7 @@ def test_a_sum_in_low_precision_passes(checked):
     assert checked(Low(), precision="bfloat16") == []
 
 
-def test_a_loss_that_fails_on_few_samples_is_said_not_to_be_checked(checked):
+def test_loss_that_fails_on_few_samples_is_not_checked(checked):
     class Strict(Base):
         def loss(self, model, batch):
             assert len(batch[1]) > 3

@@ -254,7 +254,7 @@ def test_a_loss_that_changes_a_weight_in_an_evaluation_is_refused():
 
 
 @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
-def test_a_weight_that_cannot_be_divided_by_is_refused_and_its_samples_named(weight):
+def test_unusable_weights_of_held_out_samples_are_refused(weight):
     parts = {"a": [Curve().dataset()[0]], "b": [Curve().dataset()[1]] * 4}
     with pytest.raises(JobError, match=r"samples 0 to 1 of validation\(\)\['b'\]; it must be 0"):
         failing(

@@ -160,7 +160,7 @@ def _trained(job):
 
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize(("change", "message"), CHANGES)
-def test_a_change_behind_the_engines_back_is_refused_with_its_moment(change, message, moment):
+def test_change_behind_the_engines_back_is_refused(change, message, moment):
     with pytest.raises(JobError) as refused:
         _trained(Schedules(moment, change))
     assert message in str(refused.value)

@@ -422,7 +422,7 @@ IN_EVALUATION = {
 
 
 @pytest.mark.parametrize(("loss_of", "model"), IN_EVALUATION.values(), ids=IN_EVALUATION)
-def test_no_sum_in_evaluation_mode_alone_is_warned_of_where_data_is_held_out(loss_of, model):
+def test_loss_that_is_no_sum_in_evaluation_mode_is_warned_of(loss_of, model):
     job = HeldOut(lambda b: (SUMS["cross_entropy"] if b.model.training else loss_of)(b), model)
     with pytest.warns(match="in training mode, but not in evaluation mode"):
         assert first_micro_step(job, 4)._is_sum
