@@ -237,7 +237,7 @@ def test_a_keyword_overrides_the_options_and_one_that_is_none_is_answered_with_t
     chosen = sgd_accumulator(model, options=options, clip_norm=2.0).options
     assert (chosen.clip_norm, chosen.on_non_finite) == (2.0, "skip")
     assert options.clip_norm == 1.0
-    with pytest.raises(TypeError, match=r"no option 'clip_nrm'.*; did you mean 'clip_norm'"):
+    with refused(TypeError, "clip_nrm clip_norm"):
         sgd_accumulator(model, clip_nrm=1.0)
 
 
@@ -246,7 +246,7 @@ def test_a_text_in_the_place_of_metric_names_is_refused():
         metric_names = "error"
 
     config = read_config({"job": {"_target_": "jobs.digits.Digits"}})
-    with pytest.raises(JobError, match=r"Comma\.metric_names must be a list .*\['error'\], but is"):
+    with refused(JobError, "Comma.metric_names ['error']"):
         engine_settings(config, Comma())
 
 

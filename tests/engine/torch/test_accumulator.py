@@ -148,7 +148,7 @@ def test_a_loss_that_breaks_the_contract_is_refused(make, names):
 
 def test_a_model_without_anything_to_train_is_refused():
     model = _model().requires_grad_(requires_grad=False)
-    with pytest.raises(JobError, match="no parameter to train"):
+    with refused(JobError, "parameter"):
         _accumulator(model=model)
 
 
@@ -456,7 +456,7 @@ def test_an_optimizer_may_have_no_learning_rate():
 
 def test_ranks_that_do_not_all_broadcast_are_told_so():
     def build(group):
-        with pytest.raises(JobError, match="first in the accumulator's broadcast: it is True"):
+        with refused(JobError, "broadcast True"):
             _accumulator(group, broadcast=group.rank == 2)
 
     run_in_threads(3, build)
