@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="chaos: which faults, and when")
     parser.add_argument("--faults", type=int, default=40, help="chaos: how many runs to disturb")
     given = parser.parse_args()
-    if given.names == ["tables"]:  # pages, plots and README's figures, from results
+    if given.names == ["tables"]:  # pages, plots and figures in documents, from results
         from benchmarks import plots  # Matplotlib, which nothing else needs
 
         pages.write()

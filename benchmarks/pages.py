@@ -1,6 +1,7 @@
-"""Markdown from results: a page for each, and the figures in the README.
+"""Markdown from results: a page for each, and the figures in documents.
 
-The README has the summaries of `peers` and `lengths`, each between two comments.
+The README has the summary of `peers` and docs/how-to/lengths.md that of `lengths`, each between two
+comments.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from benchmarks import (
 )
 from benchmarks.measure import RESULTS, kept
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = {"peers": ROOT / "README.md", "lengths": ROOT / "docs" / "how-to" / "lengths.md"}
 Result = dict[str, Any]
 
 _MARKED = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
@@ -108,9 +110,10 @@ def filled(text: str, results: Callable[[str], Result] = kept) -> str:
 
 
 def write() -> None:
-    """Write all pages, and the figures into the README."""
+    """Write all pages, and the figures into the documents."""
     for result in sorted(RESULTS.glob("*.json")):
         text = page(result.stem, kept(result.stem))
         result.with_suffix(".md").write_text(text, encoding="utf-8")
-    readme = README.read_text(encoding="utf-8")
-    README.write_text(filled(readme), encoding="utf-8")
+    for document in DOCUMENTS.values():
+        text = filled(document.read_text(encoding="utf-8"))
+        document.write_text(text, encoding="utf-8")

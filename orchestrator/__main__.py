@@ -16,6 +16,7 @@ if __name__ == "__main__" or os.path.basename(sys.argv[0]) == SCRIPT:  # noqa: P
     leave_at_interrupt()
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -79,11 +80,8 @@ def verb(
     """
 
     def register(function: Verb) -> Verb:
-        _register(
-            function.__name__,
-            command(example, takes_program=takes_program or hydra)(function),
-            add_help_option=not hydra,
-        )
+        describe = command(example, takes_program=takes_program or hydra, adds_verbose=not hydra)
+        _register(function.__name__, describe(function), add_help_option=not hydra)
         return function
 
     return register
@@ -98,19 +96,31 @@ def _register(name: str, function: Callable[..., Any], **settings: Any) -> None:
 
 
 def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a verb whose errors become one message and an exit code."""
+    """Return a verb whose errors become one message and an exit code; with `-v`, a traceback too.
+
+    `-v` is added here to the verbs that do not read it themselves.
+    """
+    own_parameters = inspect.signature(function).parameters
+    adds_verbose = settings_of(function).adds_verbose and "verbose" not in own_parameters
 
     @functools.wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:
+        verbose = kwargs.pop("verbose", False) if adds_verbose else kwargs.get("verbose", False)
         try:
             require_cwd()
             return function(*args, **kwargs)
         except BrokenPipeError:
             raise
         except (OrchestratorError, OSError) as error:
-            verbose = kwargs.get("verbose", False)
             raise typer.Exit(print_error(error, verbose=verbose)) from error
 
+    if adds_verbose:  # typer reads the options from the signature
+        signature = inspect.signature(function, eval_str=True)
+        option = inspect.Parameter(
+            "verbose", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Verbose
+        )
+        parameters = [*signature.parameters.values(), option]
+        vars(guarded)["__signature__"] = signature.replace(parameters=parameters)
     return guarded
 
 
@@ -186,10 +196,8 @@ def plan(
         bool, typer.Option("--multirun", "-m", help="A sweep: the plan of each of its points.")
     ] = False,
     as_json: Json = False,
-    verbose: Verbose = False,
 ) -> None:
     """Print who would compute what, without starting anything."""
-    del verbose
     from orchestrator.config.command_line import CommandLine, check_overrides, program_overrides
     from orchestrator.sweep.planning import PlannedPoints, plan_line, show_plan
 
@@ -257,10 +265,8 @@ def resume(
 @verb("new my_project")
 def new(
     folder: Annotated[Path, typer.Argument(help="A folder that does not exist yet.")],
-    verbose: Verbose = False,
 ) -> None:
     """Write a small project of your own: a job, its configuration, a test."""
-    del verbose
     from orchestrator.commands.new import write_project
 
     project = write_project(folder)
@@ -285,10 +291,8 @@ def status(
     ] = None,
     tag: Annotated[str | None, typer.Option("--tag", help="Only runs with it in run.tags.")] = None,
     as_json: Json = False,
-    verbose: Verbose = False,
 ) -> None:
     """Print the states of runs: waiting, running or ended, on any cluster."""
-    del verbose
     from orchestrator.report import status_tables as tables
     from orchestrator.rundir.status import find_runs
     from orchestrator.runs.status import columns_of, expand, sorted_by, statuses
@@ -365,13 +369,11 @@ def wait(
         typer.Option("--timeout", min=0.0, help="For so many seconds at most."),
     ] = None,
     as_json: Json = False,
-    verbose: Verbose = False,
 ) -> None:
     """Return when runs have ended, with their states and causes; Ctrl-C leaves them alone.
 
     Exit code 0 if all have finished, 1 if one failed, 3 if one was stopped.
     """
-    del verbose
     from orchestrator.api import Run, wait_for
     from orchestrator.report import status_tables as tables
     from orchestrator.runs.status import expand
@@ -398,10 +400,8 @@ def logs(
     lines: Annotated[
         int | None, typer.Option("-n", "--lines", min=0, help="Its last lines only.")
     ] = None,
-    verbose: Verbose = False,
 ) -> None:
     """Print a rank's log."""
-    del verbose
     from orchestrator.runs.logs import pointer_to_culprit, read_log
 
     folder = RunDir(run.absolute()).existing()
@@ -470,12 +470,10 @@ def compare(
         float | None, typer.Option(min=0.0, help="Exit with 1 when the difference is larger.")
     ] = None,
     as_json: Json = False,
-    verbose: Verbose = False,
 ) -> None:
     """Print the largest relative difference between the final weights of two runs, and how their
     settings and losses differ.
     """
-    del verbose
     from orchestrator.api import compare as compare_runs
     from orchestrator.report.compare import print_comparison
     from orchestrator.report.compare_runs import print_run_comparison
@@ -523,10 +521,8 @@ def export(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="A new file or folder; in RUN/export.")
     ] = None,
-    verbose: Verbose = False,
 ) -> None:
     """Write a run's newest or best checkpoint for other programs."""
-    del verbose
     from orchestrator.api import open_run
 
     if safetensors + torch + dcp > 1:

@@ -65,7 +65,7 @@ from orchestrator.rundir.outcome import describe_end
 from orchestrator.rundir.status import OVER, UNREADABLE, RunStatus, find_runs, kind_of
 from orchestrator.runs.cancel import cancel, cancel_sweep
 from orchestrator.runs.follow import OutputOptions, follow, handle_of
-from orchestrator.runs.launcher import Launcher, launch
+from orchestrator.runs.launcher import LauncherProcess, launch
 from orchestrator.runs.logs import read_log
 from orchestrator.runs.recorded import check_own, submission_directory
 from orchestrator.runs.status import statuses
@@ -398,7 +398,7 @@ class Run:
         folder: the run folder.
     """
 
-    def __init__(self, folder: Path, launcher: Launcher | None = None) -> None:
+    def __init__(self, folder: Path, launcher: LauncherProcess | None = None) -> None:
         self.folder, self._launcher = folder, launcher
 
     def __repr__(self) -> str:
@@ -674,7 +674,7 @@ class Run:
 
 def _resume(
     folder: Path, words: Sequence[str], job: Mapping[str, Any] | None, *, changed: bool
-) -> Launcher:
+) -> LauncherProcess:
     """Run `orchestrator resume`, for a caller's caller; warn where nothing is left to do."""
     arguments = [*words, *overrides_of("job", job or {}), *(["--changed"] if changed else [])]
     begun, launcher = launch(
@@ -785,7 +785,7 @@ class Sweep:
         folder: of the sweep, with a run folder for each point that has begun.
     """
 
-    def __init__(self, folder: Path, launcher: Launcher | None = None) -> None:
+    def __init__(self, folder: Path, launcher: LauncherProcess | None = None) -> None:
         self.folder, self._launcher = folder, launcher
 
     def __repr__(self) -> str:

@@ -1,5 +1,5 @@
-"""Plug-ins that are chosen by name: clusters, transports, frameworks, launchers, trackers,
-searches, callbacks and commands.
+"""Plug-ins that are chosen by name: clusters, transports, frameworks, program styles,
+trackers, searches, callbacks and commands.
 
 Built-in ones are in a table as "module:Class", so that only the chosen one is imported; one whose
 module is missing (an add-on that was taken away) is left out. A third party's is an entry point of

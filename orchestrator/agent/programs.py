@@ -34,7 +34,7 @@ from orchestrator.agent.processes import descendants, state_of, waits_of
 from orchestrator.agent.rank_log import append_line
 from orchestrator.agent.root_cause import NOT_JOINED, NOT_OPENED, RAISED
 from orchestrator.agent.stacks import ProgramStacks, describe_stack
-from orchestrator.config.launchers import launcher_of
+from orchestrator.config.launchers import program_style
 from orchestrator.config.program import is_program, program_of
 from orchestrator.engine.common.rendezvous import keep_port
 from orchestrator.errors import PEER_LOST, OrchestratorError, RunFolderError, describe_status
@@ -77,14 +77,14 @@ def host_rendezvous(spec: NodeSpec) -> Callable[[], None]:
         return lambda: None
     for path in (run.stop_requested(spec.attempt), run.stop_after(spec.attempt)):
         write_number(str(path), NOT_YET)  # before any rank looks: file systems cache absent names
-    launcher = launcher_of(program_of(job).style)
-    if not launcher.forms_group:
+    style = program_style(program_of(job).style)
+    if not style.forms_group:
         return lambda: None
-    if launcher.rank_0_listens:
+    if style.rank_0_listens:
         keeper = keep_port(spec.address)
         port, end = keeper.getsockname()[1], keeper.close
     else:
-        port, end = launcher.serve(spec.address, spec.ranks, spec.join_s)
+        port, end = style.serve(spec.address, spec.ranks, spec.join_s)
     write_json(run.program_rendezvous(spec.attempt), {"address": spec.address, "port": port})
     return end
 

@@ -44,7 +44,7 @@ from orchestrator.config.command_line import (
 )
 from orchestrator.config.composer import compose
 from orchestrator.config.job_source import check_target
-from orchestrator.config.program import LAUNCHERS
+from orchestrator.config.program import RANK_STARTERS
 from orchestrator.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
@@ -223,7 +223,7 @@ def _observed(program: Sequence[str], here: Path) -> list[str]:
     """Return the argv that run a script observed."""
     argv = without_python(program)
     name = argv[1] if argv[:1] == ["-m"] and len(argv) > 1 else "".join(argv[:1])
-    if PurePath(name).name in (*LAUNCHERS, "torch.distributed.run"):
+    if PurePath(name).name in (*RANK_STARTERS, "torch.distributed.run"):
         raise ConfigError(
             f"{name} starts ranks by itself, and so does an audit: give the script alone, as in "
             "audit cluster.ranks_per_node=2 -- train.py"

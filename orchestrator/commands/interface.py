@@ -1,7 +1,7 @@
 """What a command of `python -m orchestrator` is made of: of core, an add-on or another package.
 
 @command("weigh RUN --json")
-def weigh(run: Path, as_json: Json = False, verbose: Verbose = False) -> None:
+def weigh(run: Path, as_json: Json = False) -> None:
     '''Print how many parameters a run trains.'''
 """
 
@@ -55,16 +55,26 @@ class CommandSettings:
     Attributes:
         epilog: the end of its help.
         takes_program: words after `--` are no arguments of it, but `program_of(context)`.
+        adds_verbose: it has the option `-v`, which shows tracebacks, without a parameter for it.
     """
 
     epilog: str | None = None
     takes_program: bool = False
+    adds_verbose: bool = False
 
 
-def command(example: str, *, takes_program: bool = False) -> Callable[[Function], Function]:
-    """Give a command's function an example for the end of its help, and say what it takes."""
-    epilog = f"As in: python -m orchestrator {example}"
-    settings = CommandSettings(epilog=epilog, takes_program=takes_program)
+def command(
+    example: str, *, takes_program: bool = False, adds_verbose: bool = True
+) -> Callable[[Function], Function]:
+    """Give a command's function an example for the end of its help, and say what it takes.
+
+    A function that shows more with `-v` has a parameter `verbose: Verbose = False`.
+    """
+    settings = CommandSettings(
+        epilog=f"As in: python -m orchestrator {example}",
+        takes_program=takes_program,
+        adds_verbose=adds_verbose,
+    )
 
     def attach(function: Function) -> Function:
         vars(function)["command_settings"] = settings

@@ -1,4 +1,8 @@
-"""Launchers: the variables from which a program learns its rank (`job.style`)."""
+"""Program styles (`job.style`): the variables from which a program learns its rank.
+
+A style sets those of another tool's launcher (torchrun, msrun), after which its class is named.
+Elsewhere a launcher is the process of `orchestrator.launch` that starts and holds a run.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +47,7 @@ class ProgramRank:
 
 
 class Launcher:
-    """Base class of launchers.
+    """Base class of program styles.
 
     A third party's is found through the entry points `orchestrator.launchers`. Its module is
     imported by agents and where plans are printed, so it must not import a framework.
@@ -107,6 +111,6 @@ class Torchrun(Launcher):
         }
 
 
-def launcher_of(style: str) -> Launcher:
-    """Return the launcher of a `job.style`. Raises `ConfigError` if there is none."""
-    return PROGRAM_STYLES.make(style, Launcher)
+def program_style(name: str) -> Launcher:
+    """Return the program style of a `job.style`. Raises `ConfigError` if there is none."""
+    return PROGRAM_STYLES.make(name, Launcher)

@@ -29,7 +29,7 @@ OPTIONS_WITH_VALUE = ("-W", "-X", "-o")
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 MEANINGLESS = ("optimizer", "accumulation", "schedule", "train", "engine", "facts", "transport")
 """Sections that say how we train; a program trains by itself."""
-LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "msrun", "srun", "mpirun", "mpiexec")
+RANK_STARTERS = ("torchrun", "accelerate", "deepspeed", "msrun", "srun", "mpirun", "mpiexec")
 """Programs that start ranks themselves."""
 
 
@@ -44,7 +44,7 @@ class ProgramConfig:
         resume_arguments: words added from the second attempt on; `{newest:PATTERN}` in one is the
             newest file that matches.
         argument_style: `equals` is --lr=0.1, `words` --lr 0.1, `bare` lr=0.1.
-        style: name of the `config.launchers.Launcher` whose variables tell it its rank.
+        style: name of the program style (`config.launchers`) whose variables tell it its rank.
         devices: it sees all of its node, or its rank's own alone.
         stop_signal: what a stop becomes for it.
     """
@@ -279,7 +279,7 @@ def _wrong_command(command: Any) -> Iterator[str]:
         )
     elif "=" in first:
         yield f"there is no program {first}; KEY=VALUE of ours comes before --"
-    elif (starter := PurePath(first).name) in LAUNCHERS:
+    elif (starter := PurePath(first).name) in RANK_STARTERS:
         yield (
             f"{starter} starts ranks itself, and would do so in each of ours; name the script "
             f"alone: python -m orchestrator run cluster.nodes=2 -- train.py"

@@ -531,7 +531,7 @@ class HeldOutReport:
 
 
 @runtime_checkable
-class Validates(Protocol):
+class EvaluatesHeldOut(Protocol):
     """An engine whose ranks evaluate a job's held-out data together."""
 
     def held_out_batches(
@@ -540,7 +540,7 @@ class Validates(Protocol):
         """Return one batch of held-out samples for each micro-batch; see `Engine.batches`."""
         ...
 
-    def validate(
+    def evaluate_held_out(
         self,
         data: HeldOutData,
         share: HeldOutShare,

@@ -16,7 +16,6 @@ from orchestrator.commands.interface import (
     ConfigDir,
     ConfigName,
     Json,
-    Verbose,
     command,
 )
 from orchestrator.errors import EXIT_FAILED, RunFolderError
@@ -37,13 +36,11 @@ def rehearse(
         Path | None, typer.Option("--into", help="A new folder; below runs/ by default.")
     ] = None,
     as_json: Json = False,
-    verbose: Verbose = False,
 ) -> None:
     """Run a job small, kill, stop and cut off parts of it, and compare its end.
 
     Exit code 1 where anything is otherwise than in an undisturbed run.
     """
-    del verbose
     from orchestrator.config.command_line import CommandLine
     from orchestrator.rehearse.rehearsal import plan_rehearsal, print_rehearsal
     from orchestrator.rehearse.rehearsal import rehearse as play

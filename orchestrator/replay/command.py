@@ -59,13 +59,11 @@ def replay(
     ] = False,
     rows: Annotated[int, typer.Option("--rows", min=1, help="Rows of each table.")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="Print data instead of tables.")] = False,
-    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Tracebacks.")] = False,
 ) -> None:
     """Compute any recorded update of a run again, and say whether it agrees with the record.
 
     Exit code 1 where it does not agree.
     """
-    del verbose
     words = overrides or []
     check_overrides(words, verb="replay")
     recorded, console = RecordedRun(run), Console()
@@ -127,13 +125,11 @@ def bisect(
         bool, typer.Option("--records", help="Only compare the records; compute nothing.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print data instead of tables.")] = False,
-    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Tracebacks.")] = False,
 ) -> None:
     """Find the first update, micro-step and parameter in which two runs differ, and what else does.
 
     Exit code 1 where they differ.
     """
-    del verbose
     runs, notes = (RecordedRun(a), RecordedRun(b)), Console(stderr=True)
     for run in runs:
         _ = run.updates  # refuses one that has none, or a program without windows

@@ -59,14 +59,14 @@ def live_line(moment: Moment, console: Console) -> Text:
     """
     loss, rate, time_left = map(Text, _figures(moment))
     metrics = Text(_named(moment.metrics))
-    evaluation = _named(moment.evaluation)
-    held_out = Text(f"held-out {evaluation}" if evaluation else "", style="green")
+    figures = _named(moment.evaluation)
+    evaluation = Text(f"held-out {figures}" if figures else "", style="green")
     best = Text(_best(moment.best), style="green")
     position, dots = Text(_position(moment), style="bold"), _dots(moment)
-    parts = [position, loss, metrics, held_out, best, rate, time_left, dots]
+    parts = [position, loss, metrics, evaluation, best, rate, time_left, dots]
     parts = [part for part in parts if part.plain]
     width = console.width - 1 - (BAR_CELLS[0] + len(GAP) if moment.total else 0)
-    for least in (metrics, held_out, best, dots, rate, time_left):
+    for least in (metrics, evaluation, best, dots, rate, time_left):
         if Text(GAP).join(parts).cell_len <= width:
             break
         parts = [part for part in parts if part is not least]
@@ -223,11 +223,11 @@ class Progress:
             if self._verbose or (self._live is None and record.get("evaluation")):
                 if "evaluation" in record:
                     updates, best = record["update"] + 1, self._best and self._best.figure
-                    held_out = f"held-out after update {updates}: {_named(record['evaluation'])}"
+                    sentence = f"held-out after update {updates}: {_named(record['evaluation'])}"
                     if best is not None and best.updates:
                         after = f"{_best(best)} after update {best.updates}"
-                        held_out += ", the best so far" if best.updates == updates else f"; {after}"
-                    self._say(held_out)
+                        sentence += ", the best so far" if best.updates == updates else f"; {after}"
+                    self._say(sentence)
                 else:
                     self._say(plain_line(self._moment()))
         if micro_steps is None and self._window is not None:

@@ -96,9 +96,9 @@ def _plan_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     ranks = f"{plural(plan.get('ranks'), 'rank')} on {plural(plan.get('nodes'), 'node')}"
     if program := plan.get("program"):
         # Only for programs: most plans are of job classes.
-        from orchestrator.config.launchers import launcher_of
+        from orchestrator.config.launchers import program_style
 
-        variables = f"{launcher_of(program['style']).title}'s variables"
+        variables = f"{program_style(program['style']).title}'s variables"
         return [("where", ranks), ("program", " ".join(program["argv"])), ("ranks are", variables)]
     batch = f"{plural(plan.get('global_batch'), 'sample')} in {_micro_steps(plan)}"
     is_tree = plan.get("reduction") == TREE

@@ -170,8 +170,8 @@ def _columns(points: Sequence[SweptRun], console: Console) -> list[Column]:
     add_costs("peak memory", "peak_memory_bytes", format_bytes)
     metrics = dict.fromkeys(name for f in figures for name in f.metrics)
     for name in metrics:
-        held_out = (format_number(f.metrics[name]) if name in f.metrics else "-" for f in figures)
-        add(f"held_out {name}", held_out)
+        values = (format_number(f.metrics[name]) if name in f.metrics else "-" for f in figures)
+        add(f"held_out {name}", values)
     if not metrics:
         add("final loss", (format_number(f.loss) for f in figures))
     if samples := _compared_samples(points):

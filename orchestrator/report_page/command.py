@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from orchestrator.commands.interface import Quiet, Verbose, command, complete_runs
+from orchestrator.commands.interface import Quiet, command, complete_runs
 from orchestrator.report.terminal import say
 
 
@@ -23,11 +23,9 @@ def report(
         Path | None,
         typer.Option("-o", "--output", help="A file; a page's is RUN/report.html, or report.html."),
     ] = None,
-    verbose: Verbose = False,
     quiet: Quiet = False,
 ) -> None:
     """Write a page about a run or a sweep: curves, time, memory, what differs, how to repeat it."""
-    del verbose
     from orchestrator.report_page.page import write_report
 
     first, *others = (run.absolute() for run in runs)

@@ -33,8 +33,8 @@ read: colours and breaks would hide its warnings.
 """
 
 
-class Launcher:
-    """One of our commands in a process of its own, which reports how it has begun."""
+class LauncherProcess:
+    """A launcher, one of our commands in a process of its own, which reports how it has begun."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self._read, its_end = os.pipe()
@@ -157,7 +157,9 @@ def _own_paths() -> list[str]:
     return [*dict.fromkeys([*map(str, own), *inherited_paths])]
 
 
-def launch(arguments: Sequence[str], caller: str, depth: int = 1) -> tuple[Path | None, Launcher]:
+def launch(
+    arguments: Sequence[str], caller: str, depth: int = 1
+) -> tuple[Path | None, LauncherProcess]:
     """Run a command of ours until it has begun.
 
     Args:
@@ -171,5 +173,5 @@ def launch(arguments: Sequence[str], caller: str, depth: int = 1) -> tuple[Path 
             "imports the job's module, or runs the program, and would start a run of its own; "
             'call it in another script, or below if __name__ == "__main__":'
         )
-    launcher = Launcher(arguments)
+    launcher = LauncherProcess(arguments)
     return launcher.await_begin(depth), launcher

@@ -327,13 +327,13 @@ class Objective:
         whole = setting in ("auto", "loss", "seconds") or setting.startswith(HELD_OUT)
         self.setting, self.name = setting, setting if whole else HELD_OUT + setting
 
-    def refusal(self, held_out: Mapping[str, Any]) -> str:
+    def refusal(self, evaluation: Mapping[str, Any]) -> str:
         """Return why a job with these held-out figures cannot be judged by it; "" if it can.
 
         >>> Objective("acuracy").refusal({"accuracy": 0.5})
         "sweep.objective=acuracy: the job does not evaluate it; did you mean 'held_out.accuracy'?"
         """
-        names = [HELD_OUT + name for name in held_out]
+        names = [HELD_OUT + name for name in evaluation]
         if self.name == "auto":
             if names and HELD_OUT + "loss" not in names:
                 return (
@@ -530,8 +530,8 @@ class Searcher:
     def _report(self, trial: Trial) -> Iterator[int]:
         """Report new values of the objective to Optuna, and yield the updates they are of."""
         for _, record in trial.metrics.lines():
-            if held_out := record.get("evaluation"):
-                self._check_objective(trial, held_out)
+            if evaluation := record.get("evaluation"):
+                self._check_objective(trial, evaluation)
             value = self._objective.of_record(record)
             if self._pruner is None or value is None or not math.isfinite(value):
                 continue
@@ -542,13 +542,13 @@ class Searcher:
                 self._storage.set_trial_intermediate_value(trial_id, update, value)
                 yield update
 
-    def _check_objective(self, trial: Trial, held_out: Mapping[str, Any]) -> None:
+    def _check_objective(self, trial: Trial, evaluation: Mapping[str, Any]) -> None:
         """Refuse an objective that the job does not evaluate, at its first evaluation.
 
         Raises:
             ConfigError: and no earlier trial has measured it. All trials have stopped.
         """
-        why = self._objective.refusal(held_out)
+        why = self._objective.refusal(evaluation)
         if why and not any(t.state is TrialState.COMPLETE for t in self._trials()):
             self._give_up(trial, why)
 
@@ -584,8 +584,7 @@ class Searcher:
                 why = status.reason or f"it was {status.state}"
         if not why:
             result = trial.task.run.read_result() or {}
-            held_out = result.get("metrics") or {}
-            why = self._objective.refusal(held_out)
+            why = self._objective.refusal(result.get("metrics") or {})
             value = None if why else self._objective.of_result(result)
             if not why and value is None:
                 why = f"sweep.objective={self._objective.setting}: it measured no such figure"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 from orchestrator.data import HeldOutData
-from orchestrator.engine.api import Engine, HeldOutReport, Validates
+from orchestrator.engine.api import Engine, EvaluatesHeldOut, HeldOutReport
 from orchestrator.engine.common.replicas import folded, minority_ranks
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.job import Job, is_coupled
@@ -51,7 +51,7 @@ def agreed_held_out(engine: Engine, job: Any, *, by_length: bool = False) -> Hel
         )
     if not data_sets:
         return None
-    if not isinstance(engine, Validates):
+    if not isinstance(engine, EvaluatesHeldOut):
         raise ConfigError(
             f"{name} defines validation(), but {type(engine).__name__} cannot evaluate on all "
             "ranks; compute the figures in evaluate(model), which rank 0 calls"
@@ -138,7 +138,7 @@ class HeldOutEvaluation:
         engine: Any = self._engine
         if self._batches is None:
             self._batches = engine.held_out_batches(self._data, _repeated(self._share))
-        return engine.validate(self._data, self._share, self._batches, self._before_piece)
+        return engine.evaluate_held_out(self._data, self._share, self._batches, self._before_piece)
 
     def close(self) -> None:
         """End the loader workers."""

@@ -21,7 +21,7 @@ from typing import NamedTuple, NoReturn
 from orchestrator.agent.topology import OUTER_PATH_VARIABLE, OUTER_UMASK_VARIABLE, Topology
 from orchestrator.agent.workers import STOP_SIGNALS
 from orchestrator.config.job_source import script_of
-from orchestrator.config.launchers import ProgramRank, launcher_of
+from orchestrator.config.launchers import ProgramRank, program_style
 from orchestrator.config.program import ProgramConfig, program_of, with_newest_files
 from orchestrator.config.reading import RUN_FOLDER, read_config, with_run_folder
 from orchestrator.engine.common.rendezvous import backoff
@@ -55,8 +55,8 @@ def _execute(worker: WorkerProcess) -> NoReturn:
     enter_submission_directory(run, topology.node)
     if attempt and topology.rank == 0:
         write_json(run.restart(attempt), restart_note(run, attempt, topology, 0))
-    rendezvous, launcher = None, launcher_of(program.style)
-    if launcher.forms_group:
+    rendezvous, style = None, program_style(program.style)
+    if style.forms_group:
         with for_others():
             rendezvous = _find_rendezvous(
                 run.program_rendezvous(attempt), cluster.rendezvous_timeout_s, worker.stop
@@ -88,7 +88,7 @@ def _execute(worker: WorkerProcess) -> NoReturn:
     worker.link.become_program(
         stop_signal=program.stop_signal,
         rendezvous=rendezvous,
-        serves=topology.rank == 0 and launcher.forms_group and launcher.rank_0_listens,
+        serves=topology.rank == 0 and style.forms_group and style.rank_0_listens,
         restarts=worker.restarts,
         log_bytes=run.rank_log(topology.rank).stat().st_size,
     )
@@ -142,7 +142,7 @@ def _find_rendezvous(path: Path, timeout_s: float, stop: StopFlag) -> Rendezvous
 
 
 # ----------------------------------------------------------------------
-# Command line and variables of a program, exactly as its own launcher sets them.
+# Command line and variables of a program, exactly as the launcher of its style sets them.
 
 HIDDEN = (
     "SLURM_PROCID",
@@ -218,8 +218,8 @@ def environment(
     Raises:
         ClusterError: each rank is to see a device of its own, and the node has fewer.
     """
-    launcher, topology = launcher_of(start.program.style), start.topology
-    hide = launcher.forms_group
+    style, topology = program_style(start.program.style), start.topology
+    hide = style.forms_group
     variables = {
         name: value
         for name, value in env.items()
@@ -229,8 +229,8 @@ def environment(
     if hide and "SLURM_JOB_ID" in variables:
         variables["SLURM_JOB_NAME"] = "interactive"  # else Lightning trusts SLURM, and requeues
     _search_path(variables, env, start.program, copies)
-    _devices(variables, start, launcher.device_variable)
-    set_by_launcher: dict[str, str] = {}
+    _devices(variables, start, style.device_variable)
+    set_by_style: dict[str, str] = {}
     if start.rendezvous is not None:
         program_rank = ProgramRank(
             rank=topology.rank,
@@ -248,7 +248,7 @@ def environment(
             most_restarts=start.most_restarts,
             error_file=start.run.program_error(start.attempt, topology.rank),
         )
-        set_by_launcher = launcher.variables(program_rank)
+        set_by_style = style.variables(program_rank)
     ours = {
         RUN: str(start.run.path),
         ATTEMPT: str(start.attempt),
@@ -258,7 +258,7 @@ def environment(
         WARNINGS: str(start.run.warnings(start.attempt, topology.node_index)),
     }
     unless_set = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}  # as torchrun does
-    return {**unless_set, **variables, **set_by_launcher, **ours}
+    return {**unless_set, **variables, **set_by_style, **ours}
 
 
 def _search_path(

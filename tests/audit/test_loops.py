@@ -33,7 +33,7 @@ NEED_RANKS = {
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_each_fault_is_named_and_no_other_and_right_loops_are_right_in_every_row(tmp_path, size):
+def test_each_fault_is_found_and_correct_loops_pass(tmp_path, size):
     warm.ranks("tests.audit.observed", size, tmp_path)
     for name in NAMES:
         traces = [read_trace(tmp_path / name, rank) for rank in range(size)]

@@ -8,9 +8,10 @@ from benchmarks import pages, peers_page, peers_tables
 from benchmarks.measure import RESULTS, kept
 
 
-def test_the_figures_of_the_readme_are_those_of_the_results():
-    text = pages.README.read_text(encoding="utf-8")
-    assert "<!-- figures: peers -->" in text
+@pytest.mark.parametrize("name", pages.DOCUMENTS)
+def test_figures_in_documents_are_those_of_the_results(name):
+    text = pages.DOCUMENTS[name].read_text(encoding="utf-8")
+    assert f"<!-- figures: {name} -->" in text
     assert pages.filled(text) == text, "run `python -m benchmarks tables`"
 
 

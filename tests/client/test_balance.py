@@ -135,7 +135,7 @@ def test_the_rows_for_checkpoints_follow_new_speeds():
     assert rows == [[1.6, 1.0], [0.4, 2.0]]
 
 
-def test_a_slow_rank_of_a_script_is_named_in_the_words_of_the_call(monkeypatch):
+def test_slow_rank_of_a_script(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     rows = [[1.0, 4.0], [4.0, 4.0]]
     speeds = MeasuredSpeeds(1, 0, AHEAD, lambda _: rows, setting="balance='measured'")

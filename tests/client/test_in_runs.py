@@ -100,7 +100,7 @@ assert not any(isinstance(layer, nn.BatchNorm1d) for layer in plain.modules())
 """
 
 
-def test_batch_norms_in_a_loop_are_warned_of_on_the_terminal_and_in_status(tmp_path):
+def test_batch_norms_in_a_loop_are_warned_of(tmp_path):
     script(tmp_path, NORMS)
     words = ("run", "cluster.ranks_per_node=1", "cluster.nodes=1", "run.dir=run", "--", "train.py")
     done = helpers.verb(*words, cwd=tmp_path, code=0)

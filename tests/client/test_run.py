@@ -76,7 +76,7 @@ def test_importing_us_is_quick_and_without_a_run_the_same_lines_do_nothing(tmp_p
     assert not list(tmp_path.iterdir())
 
 
-def test_in_a_job_class_it_says_where_the_training_is_and_refuses_what_the_trainer_does(tmp_path):
+def test_current_run_in_a_job_class(tmp_path):
     run = CurrentRun({})
     run.enter_job("Line", tmp_path, 2, 1, 4)
     assert run
@@ -238,7 +238,7 @@ GRAPH = torch.ones(2, requires_grad=True).sum()
         (torch.tensor(7).numpy()[()], 7.0),
     ],
 )
-def test_what_is_a_number_is_recorded_as_it_was_when_it_was_told(ranks, value, kept):
+def test_numbers_are_recorded_as_they_were_reported(ranks, value, kept):
     held = value.clone() if isinstance(value, torch.Tensor) else value
     ranks[0].report(0, loss=held, samples=torch.tensor(8), other=held)
     if isinstance(held, torch.Tensor):
@@ -259,7 +259,7 @@ def test_what_is_a_number_is_recorded_as_it_was_when_it_was_told(ranks, value, k
         ({"loss": 1.0, "update": -1}, "update must be a whole number, 0 or more, but is -1"),
     ],
 )
-def test_what_is_no_figure_is_refused_where_it_is_told_on_every_rank(ranks, words, said):
+def test_wrong_figure_is_refused_on_every_rank(ranks, words, said):
     for run in ranks:
         with pytest.raises(JobError, match=said):
             run.report(**{"update": 0, **words})

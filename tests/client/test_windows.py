@@ -28,6 +28,7 @@ from orchestrator.local_ranks.processes import run_ranks
 from orchestrator.plan.order import DataOrder
 from orchestrator.rundir.program_link import RUN
 from tests.engine.torch.jobs import numbers_of, sgd_accumulator
+from tests.refusals import refused
 from tests.run_folders import make_run, record
 
 pytestmark = pytest.mark.whole_runs
@@ -175,22 +176,22 @@ def test_killed_anywhere_it_goes_on_from_the_newest_checkpoint_on_other_ranks(tm
 
 
 @pytest.mark.parametrize(
-    ("other", "named"),
+    ("other", "names"),
     [
-        ({"global_batch": 15}, "global_batch is 15, but this training began with 16"),
-        ({"batch_schedule": [[4, 9]]}, r"batch_schedule is \[\[4, 9\]\], but this training began"),
-        ({"seed": 1}, "seed is 1"),
-        ({"ragged": "carry"}, "ragged is carry"),
-        ({"updates": 2}, "3 updates are done, but updates=2"),
-        ({"shards": Shards((50, 3), 4)}, "lanes of shards is 4, but .* began with 2"),
-        ({"shards": None}, r"shards is None, but this training began with \[50, 3\]"),
+        ({"global_batch": 15}, "global_batch 15 16"),
+        ({"batch_schedule": [[4, 9]]}, "batch_schedule [[4, 9]]"),
+        ({"seed": 1}, "seed 1"),
+        ({"ragged": "carry"}, "ragged carry"),
+        ({"updates": 2}, "updates=2 updates=3"),
+        ({"shards": Shards((50, 3), 4)}, "shards 4 2"),
+        ({"shards": None}, "shards None [50, 3]"),
     ],
 )
-def test_another_training_than_the_one_that_was_begun_is_refused(tmp_path, other, named):
+def test_another_training_than_the_one_that_was_begun_is_refused(tmp_path, other, names):
     begun = {"global_batch": 16, "micro_batch": 4, "updates": 3, "checkpoints": tmp_path}
     begun["shards"] = Shards((50, 3), 2)
     Training(TorchGroup.alone(), **begun)
-    with pytest.raises(ConfigError, match=named):
+    with refused(ConfigError, names):
         Training(TorchGroup.alone(), **begun | other)
     assert Training(TorchGroup.alone(), **begun | {"updates": 4}).updates == [3]
 
@@ -209,32 +210,32 @@ def test_ranks_that_would_form_other_micro_steps_are_refused(name, values):
     options = {"global_batch": 16, "micro_tokens": 20, "lengths": [1 + n % 9 for n in range(53)]}
 
     def rank(group):
-        with pytest.raises(JobError, match=rf"first in {name} .*of run\.windows"):
+        with refused(JobError, name):
             Training(group, **options | {name: values[group.rank]})
 
     run_in_threads(2, rank)
 
 
 @pytest.mark.parametrize(
-    ("option", "said"),
+    ("option", "names"),
     [
-        ({"state": torch.nn.Linear(1, 1)}, r"state must be as in state=\{'rate': scheduler\}, but"),
-        ({"callbacks": Callback()}, r"callbacks must be as in callbacks=\[losses\], but is <"),
-        ({"callbacks": [print]}, r"callbacks must derive from orchestrator\.callbacks\.Callback"),
-        ({"shards": [50, 3]}, r"shards must be as in shards=data\.shards, but is \[50, 3\]"),
-        ({"checkpoints": ""}, "checkpoints must be a folder, but is ''"),
-        ({"total_samples": 9, "epochs": 2}, "epochs=2 and total_samples=9 are two lengths of the"),
-        ({"ragged": "cary"}, r"run\.windows\(\): ragged must be one of .*; did you mean 'carry'"),
-        ({"batch_schedule": [[0, 9]]}, r"run\.windows\(\): batch_schedule: \[0, 9\] is no later"),
-        ({"epochs": 0}, r"run\.windows\(\): epochs must be a number above 0, but is 0"),
-        ({"epochs": float("nan")}, "epochs must be a number above 0, but is nan"),
-        ({"seed": 2**63}, r"run\.windows\(\): seed must lie between"),
-        ({"seed": -1}, "seed must be a whole number, 0 or more, but is -1"),
-        ({"micro_batch": 0}, "micro_batch must be a whole number, 1 or more, but is 0"),
+        ({"state": torch.nn.Linear(1, 1)}, "state state={'rate': scheduler}"),
+        ({"callbacks": Callback()}, "callbacks callbacks=[losses]"),
+        ({"callbacks": [print]}, "callbacks orchestrator.callbacks.Callback"),
+        ({"shards": [50, 3]}, "shards shards=data.shards [50, 3]"),
+        ({"checkpoints": ""}, "checkpoints ''"),
+        ({"total_samples": 9, "epochs": 2}, "epochs=2 total_samples=9"),
+        ({"ragged": "cary"}, "run.windows() ragged carry"),
+        ({"batch_schedule": [[0, 9]]}, "run.windows() batch_schedule [0, 9]"),
+        ({"epochs": 0}, "run.windows() epochs 0"),
+        ({"epochs": float("nan")}, "epochs nan"),
+        ({"seed": 2**63}, "run.windows() seed 2**63"),
+        ({"seed": -1}, "seed 0 -1"),
+        ({"micro_batch": 0}, "micro_batch 1 0"),
     ],
 )
-def test_an_option_of_another_kind_is_refused_with_an_example(option, said):
-    with pytest.raises(ConfigError, match=said):
+def test_option_of_another_type_is_refused(option, names):
+    with refused(ConfigError, names):
         CurrentRun({}).windows(SAMPLES, sgd_accumulator(net()), global_batch=9, **option)
 
 
@@ -248,11 +249,11 @@ def test_state_that_does_not_fit_or_that_no_checkpoint_can_hold_is_refused(tmp_p
             ours.boundary()
 
     odd = SimpleNamespace(state_dict=lambda: {"seen": {1, 2}}, load_state_dict=print)
-    with pytest.raises(JobError, match=r"the state at 'state odd\.seen' holds a set"):
+    with refused(JobError, "odd.seen set"):
         train(odd=odd)
     assert not list(tmp_path.iterdir()), "refused before the first update"
     train(ema=nn.Linear(2, 1))
-    with pytest.raises(RunFolderError, match=r"state\['ema'\] does not take .*update-000000001"):
+    with refused(RunFolderError, "state['ema'] update-000000001"):
         train(ema=nn.Linear(3, 1))
 
     def differ(group):
@@ -260,11 +261,11 @@ def test_state_that_does_not_fit_or_that_no_checkpoint_can_hold_is_refused(tmp_p
         how = {"global_batch": 9, "checkpoints": tmp_path / "other", "state": {"own": own}}
         CurrentRun({}).windows(SAMPLES, sgd_accumulator(net(), group), **how)
 
-    with pytest.raises(JobError, match=r"state= \(own\) differs between ranks"):
+    with refused(JobError, "state= own"):
         run_in_threads(2, differ)
 
 
-def test_a_loop_that_keeps_its_own_checkpoints_stops_and_says_what_it_saved(tmp_path, monkeypatch):
+def test_loop_with_its_own_checkpoints_stops(tmp_path, monkeypatch):
     monkeypatch.setattr("orchestrator.rundir.warnings._destination", None)
     (tmp_path / "attempts" / "000").mkdir(parents=True)
     run, done = CurrentRun({RUN: str(tmp_path)}), []
@@ -309,10 +310,10 @@ def test_a_loader_may_read_ahead_what_the_windows_will_hand_out(workers):
             assert x.equal(X[piece])
             backward(ours, model, piece)
         ours.boundary()
-        with pytest.raises(JobError, match="were gone through before"):
+        with refused(JobError, "windows.indices() iter()"):
             iter(indices)  # would lose what was read ahead
     assert next(batches, None) is None
-    with pytest.raises(JobError, match="came after the loop had begun"):
+    with refused(JobError, "windows.indices()"):
         windows.indices()
 
 
@@ -489,21 +490,21 @@ def test_a_loop_is_dealt_by_the_speeds_that_a_run_has_recorded(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "balance", "said"),
+    ("ranks", "balance", "names"),
     [
-        (3, "run", "its speeds are of 2 ranks, but this run has 3 ranks; start it on 2"),
-        (2, "damaged", r"metrics.jsonl is damaged: the speeds of update 0 are \[1.5, None\]"),
-        (2, "measurd", "balance must be even, measured or the folder of a run .* did you mean"),
+        (3, "run", "2 3 ranks"),
+        (2, "damaged", "metrics.jsonl 0 [1.5, None]"),
+        (2, "measurd", "balance even measured"),
     ],
 )
-def test_recorded_speeds_of_other_ranks_or_of_no_run_are_refused(tmp_path, ranks, balance, said):
+def test_recorded_speeds_of_other_ranks_or_of_no_run_are_refused(tmp_path, ranks, balance, names):
     run = make_run(tmp_path / "run")
     speeds = [1.5, None if balance == "damaged" else 0.5]
     run.metrics.write_text(json.dumps(record(0, speeds=speeds)) + "\n")
     folder = balance if balance == "measurd" else str(run.path)
 
     def rank(group):
-        with pytest.raises(ConfigError, match=said):
+        with refused(ConfigError, names):
             Training(group, global_batch=16, updates=1, balance=folder)
 
     run_in_threads(ranks, rank)

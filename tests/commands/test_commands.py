@@ -58,6 +58,7 @@ CODES = {value for name, value in vars(errors).items() if name.startswith("EXIT_
 @pytest.mark.parametrize("name", VERBS)
 def test_a_verb_that_lists_has_json_and_every_verb_an_example(name):
     options = {option for parameter in VERBS[name].params for option in parameter.opts}
+    assert {"-v", "--verbose"} <= options or name in ("launch", "run"), "Hydra's options"
     assert "--json" in options or name in ACTS
     assert VERBS[name].epilog.startswith(f"As in: python -m orchestrator {name}")
 
@@ -150,7 +151,7 @@ def test_exit_codes_are_as_documented(here, made, words, code):
     assert here.invoke(app, words).exit_code == code
 
 
-def test_a_verb_after_launch_is_known_as_one():
+def test_verb_after_launch_is_known():
     assert {*command_line.VERBS} == {*VERBS} - {*ADD_ONS}
 
 
@@ -199,7 +200,7 @@ def script(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["launch --help", "plan"])
-def test_a_reader_that_goes_away_ends_a_command_without_a_word(script, command):
+def test_closed_pipe_ends_a_command_silently(script, command):
     done = subprocess.run(
         ["bash", "-c", f"{script} {command} | head -c 1"],
         env=environment(),
@@ -242,7 +243,7 @@ def test_a_reader_that_goes_away_before_the_start_leaves_no_folder(script, tmp_p
 
 @pytest.mark.parametrize("script", [False, True])
 @pytest.mark.parametrize("module", ["typer", "hydra"])
-def test_an_interrupt_while_a_command_imports_ends_it_without_a_traceback(tmp_path, module, script):
+def test_interrupt_during_imports_prints_no_traceback(tmp_path, module, script):
     # The command imports typer at once, and Hydra in the verb.
     interrupting = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
     (tmp_path / f"{module}.py").write_text(interrupting)

@@ -1,6 +1,5 @@
 """Precedence of configuration files and values, and refusals of what would be ignored."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.launch import run_app
 from orchestrator.runs.start import prepare
 from orchestrator.sweep.points import check_points
+from tests.refusals import refused
 
 pytestmark = pytest.mark.hydra
 
@@ -61,39 +61,39 @@ def test_a_primary_of_ones_own_is_taken_by_its_name(tmp_path, name):
 
 
 OWN = "defaults: [base, _self_]\n"
-WRONG_FILES = [  # the files, what is chosen, and the message
+WRONG_FILES = [  # the files, what is chosen, and the names in the message
     (
         {"mine": OWN, "cluster__site": "partion: gpu\n"},
         ["cluster=site"],
-        "cluster/site.yaml: there is no key 'partion'; did you mean 'partition'?",
+        "cluster/site.yaml partion partition",
     ),
     (
         {"mine": OWN, "cluster__site": "defaults: [slurm]\nranks_per_node: many\n"},
         ["cluster=site"],
-        "cluster/site.yaml: ranks_per_node must be a whole number, but is 'many'",
+        "cluster/site.yaml ranks_per_node many",
     ),
     (
         {"mine": OWN, "experiment__more": "train: {updates: 3}\n"},
         ["experiment=more"],
-        "experiment/more.yaml has to begin with the line # @package _global_;",
+        "experiment/more.yaml @package _global_",
     ),
     (
         {"mine": OWN + "train: {updats: 3}\n"},
         [],
-        "mine.yaml: there is no key 'train.updats'; did you mean 'updates'?",
+        "mine.yaml train.updats updates",
     ),
     (
         {"mine": OWN + "hydra: {run: {dir: outputs}}\n"},
         [],
-        "hydra.run.dir=outputs means nothing here: a run's folder is run.dir",
+        "hydra.run.dir=outputs run.dir",
     ),
-    ({"mine": "a: {\n"}, [], "mine.yaml, line 2: "),
-    ({"mine": "job: {_target_: *nobody}\n"}, [], "mine.yaml, line 1: found undefined alias"),
-    ({"mine": "defaults: [base, mine, _self_]\n"}, [], "defaults of mine.yaml include itself"),
+    ({"mine": "a: {\n"}, [], "mine.yaml line 2"),
+    ({"mine": "job: {_target_: *nobody}\n"}, [], "mine.yaml line 1 alias"),
+    ({"mine": "defaults: [base, mine, _self_]\n"}, [], "defaults mine.yaml itself"),
     (
         {"mine": "defaults: [base, more, _self_]\n", "more": "defaults: [mine]\n"},
         [],
-        "the defaults of mine.yaml and more.yaml include each other",
+        "defaults mine.yaml more.yaml",
     ),
     (
         {
@@ -101,19 +101,19 @@ WRONG_FILES = [  # the files, what is chosen, and the message
             "cluster__slurm": "defaults: [slurm]\n",
         },
         [],
-        "the defaults of cluster/slurm.yaml include itself",
+        "defaults cluster/slurm.yaml itself",
     ),
     *(
-        ({"mine": "train: {updates: 3}\n"}, chosen, "'mine.yaml' does not extend base")
+        ({"mine": "train: {updates: 3}\n"}, chosen, "mine.yaml base _self_")
         for chosen in ([], ["job=digits"], ["cluster.nodes=3"])
     ),
-    ({"mine": OWN, "base": "model: x\n"}, [], "/base.yaml hides the shipped base"),
+    ({"mine": OWN, "base": "model: x\n"}, [], "base.yaml base"),
 ]
 
 
-@pytest.mark.parametrize(("files", "chosen", "words"), WRONG_FILES)
-def test_a_file_that_cannot_be_used_is_refused_with_its_name(tmp_path, files, chosen, words):
-    with pytest.raises(ConfigError, match=re.escape(words)):
+@pytest.mark.parametrize(("files", "chosen", "names"), WRONG_FILES)
+def test_unusable_file_is_refused(tmp_path, files, chosen, names):
+    with refused(ConfigError, names):
         compose(chosen, folder(tmp_path, **files), "mine")
 
 
@@ -141,15 +141,14 @@ def test_a_job_that_builds_its_optimizer_is_given_no_other(tmp_path):
     prepare(compose(["job=jepa"]))
     conf = folder(tmp_path, experiment__theirs="# @package _global_\noptimizer: {eps: 1e-8}\n")
     for stated in (["optimizer=adam"], ["optimizer.weight_decay=0.0"], ["experiment=theirs"]):
-        with pytest.raises(ConfigError, match=r"builds its own optimizer.*Leave optimizer out"):
+        with refused(ConfigError, "optimizer optimizer=null"):
             prepare(compose(["job=jepa", *stated], conf))
-    with pytest.raises(ConfigError, match="try optimizer=adam"):
+    with refused(ConfigError, "optimizer=adam"):
         prepare(compose(["optimizer=null"]))
 
 
 def test_a_schedule_beside_a_jobs_own_rates_is_refused():
-    words = r"OwnRate\.learning_rate\(update\) gives the rate of each update"
-    with pytest.raises(ConfigError, match=words):
+    with refused(ConfigError, "tests.tiny_job.OwnRate.learning_rate schedule.decay=cosine"):
         prepare(compose(["job._target_=tests.tiny_job.OwnRate", "schedule.decay=cosine"]))
 
 
@@ -202,66 +201,67 @@ def test_a_sweeps_folder_is_that_of_its_keys_and_of_what_is_fixed():
     assert name_of("job.width=1,2") != name
 
 
-def test_a_sweep_with_a_wrong_point_starts_none_and_says_all_that_is_wrong(tmp_path, monkeypatch):
+def test_sweep_with_wrong_points_starts_none(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError) as caught:
+    with refused(ConfigError, "4-7 train.seed 0 accumulation.steps 1"):
         run_app(["-m", TINY, "train.seed=1,-1", "job.width=3,4", "accumulation.steps=2,0"])
-    said = str(caught.value)
-    assert "points 4-7: train.seed must be at least 0" in said
-    assert "accumulation.steps must be at least 1" in said
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ConfigError, match=r"all points: .*has no class 'Tinny'.*'Tiny'"):
+    with refused(ConfigError, "all points Tinny Tiny"):
         run_app(["-m", f"{TINY[:-4]}Tinny", "train.seed=1,2"])
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "names"),
     [
-        (["hydra/launcher=joblib"], "hydra/launcher means nothing here"),
-        (["sweep.force=true"], "sweep.force=true is for sweeps, so it needs -m"),
-        (["--force"], "settings are written without dashes: sweep.force="),
+        (["hydra/launcher=joblib"], "hydra/launcher"),
+        (["sweep.force=true"], "sweep.force=true -m"),
+        (["--force"], "--force sweep.force"),
         (["-m", "hydra.sweeper.params.train.seed=1", "train.seed=1,2"], "hydra.sweeper.params"),
-        (["-m", "experiment=theirs", "train.seed=1,2"], "try sweep.search=tpe"),
-        (["-m", "train.seed=range(0)"], "train.seed has no value to sweep over"),
-        (["-m", "train.seed=range(0,9,0)"], "train.seed=range(0,9,0): the step of a range"),
-        (["-m", "train.seed=choice(1,2),3"], "list all values, as in train.seed=1,2,3"),
-        (["train.seed=[range(0,9)]"], "train.seed=[range(0,9)]: choice(), range() and"),
-        (["-m", "train.seed=1,2", "hydra.sweep.dir=a,b"], "hydra holds for the sweep"),
-        (["--config-path=conf"], "--config-dir FOLDER is searched before it"),
-        (["--experimental-rerun", "x.pickle"], "resume RUN"),
-        (["--cgf", "job"], "did you mean '--cfg'"),
-        (["--nproc_per_node=2"], "without dashes: cluster.ranks_per_node=2"),
-        (["--nproc-per-node", "2"], "without dashes: cluster.ranks_per_node=2"),
-        (["train.max_epochs=3"], "did you mean 'train.epochs'"),
-        (["accumulation.per_device_train_batch_size=3"], "mean 'accumulation.micro_batch'"),
-        (["train.precision=bf16-mixed"], "did you mean 'bfloat16'"),
-        (["train.precision=16-mixed"], "did you mean 'float16'"),
-        (["-m", "train.seed=1,2", "--cfg", "job"], "leave -m out"),
-        (["train.seed=1,2"], "add -m"),
-        (["schedule.base_lr=interval(0.1,1)"], "is for a sweep: add -m"),
-        (["-m", "schedule.base_lr=interval(0.1,1)"], "add sweep.search=tpe"),
-        (["+clutser=slurm"], "did you mean 'cluster'"),
-        (["-m", "train.seed=1,1"], "all points: they are equal; leave all but one of them out"),
+        (["-m", "experiment=theirs", "train.seed=1,2"], "sweep.search=tpe"),
+        (["-m", "train.seed=range(0)"], "train.seed"),
+        (["-m", "train.seed=range(0,9,0)"], "train.seed=range(0,9,0) step"),
+        (["-m", "train.seed=choice(1,2),3"], "choice() train.seed=1,2,3"),
+        (["train.seed=[range(0,9)]"], "train.seed=[range(0,9)] train.seed=1,2,3"),
+        (["-m", "train.seed=1,2", "hydra.sweep.dir=a,b"], "hydra.sweep.dir=a,b hydra"),
+        (["--config-path=conf"], "--config-path --config-dir"),
+        (["--experimental-rerun", "x.pickle"], "--experimental-rerun resume"),
+        (["--cgf", "job"], "--cgf --cfg"),
+        (["--nproc_per_node=2"], "--nproc_per_node cluster.ranks_per_node=2"),
+        (["--nproc-per-node", "2"], "--nproc-per-node cluster.ranks_per_node=2"),
+        (["train.max_epochs=3"], "train.max_epochs train.epochs"),
+        (
+            ["accumulation.per_device_train_batch_size=3"],
+            "accumulation.per_device_train_batch_size accumulation.micro_batch",
+        ),
+        (["train.precision=bf16-mixed"], "train.precision bfloat16"),
+        (["train.precision=16-mixed"], "train.precision float16"),
+        (["-m", "train.seed=1,2", "--cfg", "job"], "--cfg -m"),
+        (["train.seed=1,2"], "train.seed=1,2 -m"),
+        (["schedule.base_lr=interval(0.1,1)"], "schedule.base_lr -m"),
+        (["-m", "schedule.base_lr=interval(0.1,1)"], "sweep.search=tpe"),
+        (["+clutser=slurm"], "clutser cluster"),
+        (["-m", "train.seed=1,1"], "all points equal"),
         (
             [*SHARDED, "accumulation.reduction=reproducible", "accumulation.micro_batch=8"],
-            "try accumulation.reduction=fast",
+            "engine.shard_optimizer=true accumulation.reduction=fast",
         ),
         (
             [*SHARDED, "~optimizer", "+optimizer._target_=torch.optim.Adagrad"],
-            "it knows SGD, Adam",
+            "engine.shard_optimizer=true SGD Adam",
         ),
     ],
 )
-def test_what_would_be_ignored_is_refused_with_the_way_out(tmp_path, line, words):
+def test_what_would_be_ignored_is_refused(tmp_path, line, names):
     theirs = "# @package _global_\nhydra: {sweeper: {_target_: os.system}}\n"
     conf = folder(tmp_path, experiment__theirs=theirs)
-    with pytest.raises(ConfigError, match=re.escape(words)):
+    with refused(ConfigError, names):
         run_app([*line, "--config-dir", conf])
 
 
 def test_a_setting_is_named_as_it_was_typed():
-    with pytest.raises(ConfigError, match=r"^job\.lr=0\.01,0\.1 holds commas"):
+    with refused(ConfigError, "job.lr=0.01,0.1 -m") as caught:
         run_app(["job=digits", "job.lr=0.01,0.1"])
+    assert str(caught.value).startswith("job.lr=")
 
 
 def test_a_value_may_refer_to_a_swept_one_that_nothing_else_sets():
@@ -271,7 +271,7 @@ def test_a_value_may_refer_to_a_swept_one_that_nothing_else_sets():
 
 @pytest.mark.parametrize("named", ["", "nowhere"])
 def test_a_folder_of_configurations_has_to_exist(named):
-    with pytest.raises(ConfigError, match=f"--config-dir must be a folder, but '{named}' is not"):
+    with refused(ConfigError, f"--config-dir '{named}'"):
         Composer(read_command_line([f"--config-dir={named}"]))
 
 

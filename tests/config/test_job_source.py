@@ -9,6 +9,7 @@ from orchestrator.config.job_source import check_constructor, check_target
 from orchestrator.errors import JobError
 from orchestrator.source.modules import find_module
 from orchestrator.trainer.job_class import build_job
+from tests.refusals import refused
 
 SOURCE = """
     import dataclasses
@@ -75,21 +76,21 @@ def test_what_is_a_job_or_may_be_one_passes_without_being_imported(package, name
 
 
 @pytest.mark.parametrize(
-    ("dotted", "words"),
+    ("dotted", "names"),
     [
-        ("Digits", "must be module.Class"),
-        ("nowhere.jobs.Good", "there is no module 'nowhere.jobs'"),
-        ("theirs.jobz.Good", "there is no module 'theirs.jobz'"),
-        ("theirs.jobs.Gud", "did you mean 'Good'"),
-        ("theirs.jobs.function", "is a function"),
-        ("theirs.jobs", "theirs.jobs is a module; name a class in it, as in theirs.jobs.Good"),
-        ("bare.jobs", "bare.jobs is a module; name a class in it$"),
-        ("theirs", "_target_=theirs is a module; name a class in it$"),
-        ("json.JSONEncoder", "is a part of Python, not a job"),
+        ("Digits", "Digits module.Class"),
+        ("nowhere.jobs.Good", "nowhere.jobs"),
+        ("theirs.jobz.Good", "theirs.jobz"),
+        ("theirs.jobs.Gud", "Gud Good"),
+        ("theirs.jobs.function", "job._target_=theirs.jobs.function class"),
+        ("theirs.jobs", "job._target_=theirs.jobs theirs.jobs.Good"),
+        ("bare.jobs", "job._target_=bare.jobs class"),
+        ("theirs", "job._target_=theirs class"),
+        ("json.JSONEncoder", "job._target_=json.JSONEncoder Python"),
     ],
 )
-def test_what_is_no_job_is_refused_in_words(package, dotted, words):
-    with pytest.raises(JobError, match=words):
+def test_what_is_no_job_is_refused(package, dotted, names):
+    with refused(JobError, names):
         check_target(dotted)
 
 
@@ -113,9 +114,9 @@ def test_a_job_that_states_no_framework_is_torchs_when_its_source_is_known(
     assert check_target(dotted).framework == framework
 
 
-def test_a_file_that_is_no_python_is_said(package, tmp_path):
+def test_file_that_is_no_python_is_refused(package, tmp_path):
     (tmp_path / "theirs" / "broken.py").write_text("class Broken(:\n")
-    with pytest.raises(JobError, match="line 1"):
+    with refused(JobError, "line 1"):
         check_target("theirs.broken.Broken")
 
 
@@ -138,18 +139,16 @@ def test_a_job_builds_its_own_optimizer_unless_its_method_may_return_none(
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "words"),
+    ("name", "given", "names"),
     [
-        ("Good", (), "needs the argument 'width'; add job.width="),
-        ("Good", ("width", "dept"), r"takes no argument 'dept' \(from job.dept\); .* 'depth'"),
-        ("Child", ("width", "rate", "x"), "takes no argument 'x'"),
-        ("Poor", ("width",), "takes no argument 'width'"),
+        ("Good", (), "theirs.jobs.Good width job.width=…"),
+        ("Good", ("width", "dept"), "dept job.dept depth"),
+        ("Child", ("width", "rate", "x"), "x job.x"),
+        ("Poor", ("width",), "width job.width"),
     ],
 )
-def test_arguments_that_a_constructor_does_not_take_are_refused_before_the_queue(
-    package, name, given, words
-):
-    with pytest.raises(JobError, match=words):
+def test_unknown_arguments_of_a_constructor_are_refused(package, name, given, names):
+    with refused(JobError, names):
         check_constructor(f"{package}.jobs.{name}", given)
 
 
@@ -162,26 +161,24 @@ def test_arguments_that_fit_or_of_which_the_source_does_not_tell_are_left(packag
 
 
 @pytest.mark.parametrize(
-    ("job", "words"),
+    ("job", "names"),
     [
-        ({"_target_": "theirs.parts.Poor"}, "is not a job: it has no dataset and no loss"),
-        ({"_target_": "theirs.parts.Good"}, "needs the argument 'width'"),
-        ({"_target_": "theirs.parts.Good", "width": 1, "dept": 2}, "did you mean 'depth'"),
-        ({"_target_": "theirs.parts.Data", "width": 1, "height": 2}, "takes no argument 'height'"),
-        ({"_target_": "theirs.parts.Data"}, "needs the argument 'width'"),
-        ({"_target_": "theirs.parts.made"}, "must be a class, but is a object"),
+        ({"_target_": "theirs.parts.Poor"}, "job._target_=theirs.parts.Poor dataset loss"),
+        ({"_target_": "theirs.parts.Good"}, "width job.width=…"),
+        ({"_target_": "theirs.parts.Good", "width": 1, "dept": 2}, "dept job.dept depth"),
+        ({"_target_": "theirs.parts.Data", "width": 1, "height": 2}, "height job.height"),
+        ({"_target_": "theirs.parts.Data"}, "width job.width=…"),
+        ({"_target_": "theirs.parts.made"}, "job._target_=theirs.parts.made class"),
     ],
 )
-def test_a_worker_refuses_a_class_that_is_no_job_and_arguments_that_it_does_not_take(
-    package, tmp_path, monkeypatch, job, words
-):
+def test_worker_refuses_wrong_class_and_arguments(package, tmp_path, monkeypatch, job, names):
     source = (tmp_path / package / "jobs.py").read_text()
     for line in ("class Unknowable(some.factory()):\n    pass", "explode = 1 / 1"):
         source = source.replace(line, "")
     (tmp_path / package / "__init__.py").write_text("")
     (tmp_path / package / "parts.py").write_text(source)
     try:
-        with pytest.raises(JobError, match=words.replace("(", r"\(")):
+        with refused(JobError, names):
             build_job(job)
     finally:
         for name in [name for name in sys.modules if name.partition(".")[0] == package]:

@@ -79,7 +79,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("line", REFUSED, ids=" ".join)
-def test_what_cannot_be_run_is_one_message_and_nothing_is_done(line, tmp_path, monkeypatch, capsys):
+def test_unusable_request_does_nothing(line, tmp_path, monkeypatch, capsys):
     script(tmp_path, "")
     script(tmp_path, "echo\n", "noshebang.sh", run=True)
     script(tmp_path, "#!/bin/sh\n", "norunbit.sh")
@@ -123,7 +123,7 @@ def test_a_run_is_named_after_its_script(words, name):
     assert ProgramConfig(command=tuple(words.split())).name == name
 
 
-def test_another_python_of_path_than_the_launchers_is_warned_of(tmp_path, monkeypatch):
+def test_another_python_of_path_is_warned_of(tmp_path, monkeypatch):
     other = script(tmp_path, "#!/bin/sh\n", "python", run=True)
     monkeypatch.setenv("PATH", str(tmp_path))
 
@@ -137,7 +137,7 @@ def test_another_python_of_path_than_the_launchers_is_warned_of(tmp_path, monkey
     assert not warnings_of("train.py")
 
 
-def test_keys_of_ours_after_the_dashes_go_to_the_program_and_that_is_said():
+def test_keys_after_the_dashes_belong_to_the_program():
     ours = ["cluster.nodes=3", "+cluster=slurm", "run.dir=x", "++job.arguments.lr=1"]
     others = ["lr=0.1", "--cluster.nodes=3", "model.run.dir=x", "job=a", "cluster.nodes", "x=1=2"]
     config = Composer(read_command_line(["--", "train.py", *others, *ours])).compose()

@@ -14,6 +14,7 @@ from orchestrator.config.reading import read_config, to_yaml
 from orchestrator.config.schema import BOUNDS, Config, plain
 from orchestrator.errors import ConfigError, expand_user
 from tests.helpers import ROOT
+from tests.refusals import refused
 
 
 def test_without_a_cluster_a_run_is_local_with_two_nodes_of_two_ranks():
@@ -27,35 +28,31 @@ def test_a_cluster_choice_does_not_overrule_what_an_experiment_says_of_nodes():
 
 
 @pytest.mark.parametrize(
-    ("override", "words"),
+    ("override", "names"),
     [
         ("accumulation.steps=many", "accumulation.steps"),
-        ("cluster.nodes=0", "cluster.nodes must be at least 1"),
-        ("cluster.nodes={min:3,max:2}", "cluster.nodes must be at least 1"),
-        ("cluster.nodes=two", "cluster.nodes must be a number"),
-        ("cluster.partition=gpu", "means nothing on a local cluster"),
-        ("accumulation.reduction=reproducible", "needs accumulation.micro_batch"),
-        ("train.updates=[1", "the command line cannot be read"),
-        (
-            "optimizer.betaz=3",
-            "adam takes no 'betaz' (from optimizer.betaz); did you mean 'betas'?",
-        ),
-        ("job._target_=null", "job._target_ must be"),
-        ("+experiment=jepa_240", "on the line write experiment=… without +"),
-        ('train.seed="', "a quote or a bracket is not closed"),
-        ("train=long", "train is a section, whose keys are set one by one: train.NAME=VALUE"),
-        ("optimizer=3", "a group (cluster, experiment, job, optimizer or tracker) takes"),
-        ("transport=null", "transport cannot be null; leave it out"),
+        ("cluster.nodes=0", "cluster.nodes 1"),
+        ("cluster.nodes={min:3,max:2}", "cluster.nodes 1"),
+        ("cluster.nodes=two", "cluster.nodes"),
+        ("cluster.partition=gpu", "cluster.partition +cluster=slurm"),
+        ("accumulation.reduction=reproducible", "accumulation.micro_batch=16"),
+        ("train.updates=[1", "train.updates=[1"),
+        ("optimizer.betaz=3", "adam betaz optimizer.betaz betas"),
+        ("job._target_=null", "job._target_"),
+        ("+experiment=jepa_240", "experiment experiment=… +"),
+        ('train.seed="', 'train.seed=" quote'),
+        ("train=long", "train train.NAME=VALUE"),
+        ("optimizer=3", "optimizer optimizer=adam"),
+        ("transport=null", "transport null"),
     ],
 )
-def test_a_value_that_cannot_be_used_is_named_with_what_is_needed(override, words):
-    with pytest.raises(ConfigError, match=re.escape(words)):
+def test_unusable_value_is_refused(override, names):
+    with refused(ConfigError, names):
         compose([override])
 
 
-def test_all_that_is_wrong_is_said_at_once():
-    wrong = "accumulation.steps must be at least 1, but is 0.*\ntrain.seed must be at least 0"
-    with pytest.raises(ConfigError, match=wrong):
+def test_all_problems_are_reported_at_once():
+    with refused(ConfigError, "accumulation.steps 1 train.seed 0"):
         read_config({"accumulation": {"steps": 0}, "train": {"seed": -1}})
 
 
@@ -91,11 +88,11 @@ def _outside(dotted, bound):
     ("dotted", "value"),
     [(dotted, value) for dotted, bound in BOUNDS.items() for value in _outside(dotted, bound)],
 )
-def test_what_is_outside_of_a_bound_is_refused_by_its_name(dotted, value):
+def test_values_outside_of_bounds_are_refused(dotted, value):
     section, _, name = dotted.rpartition(".")
     values = {"job": {"_target_": "my.Job"}, "optimizer": {"name": "adam"}}
     values |= {section: {name: value}} if section else {name: value}
-    with pytest.raises(ConfigError, match=re.escape(f"{dotted} must ")):
+    with refused(ConfigError, dotted):
         read_config(values)
 
 
@@ -103,50 +100,53 @@ JOB = {"job": {"_target_": "a.B"}, "optimizer": {"name": "sgd"}}
 
 
 @pytest.mark.parametrize("values", ["range(1,1000000000)", "range(0,1,1e-12)", "range(1000000)"])
-def test_a_range_of_too_many_points_is_refused_before_they_are_made(values):
-    with pytest.raises(ConfigError, match="more than 10000 points"):
+def test_range_of_too_many_points_is_refused(values):
+    with refused(ConfigError, "train.seed 10000"):
         Loader(None).refuse_sweep([f"train.seed={values}"])
     Loader(None).refuse_sweep(["accumulation.steps=range(1,9)", "train.seed=range(0,100,2)"])
 
 
-def test_a_file_in_another_encoding_is_named(tmp_path):
+def test_file_in_another_encoding_is_refused(tmp_path):
     (tmp_path / "mine.yaml").write_bytes(b"train: {seed: \xff}\n")
-    with pytest.raises(ConfigError, match=r"is no YAML: .*decode"):
+    with refused(ConfigError, "YAML decode"):
         compose([], str(tmp_path), "mine")
 
 
 @pytest.mark.parametrize(
-    ("values", "words"),
+    ("values", "names"),
     [
-        ({"cluster": {"nodes": 10**9}}, "ranks; at most 1048576"),
-        ({"cluster": {"nodes": {"min": 1, "max": 10**9}}}, "ranks; at most 1048576"),
-        ({"run": {"name": "x" * 5000}}, "at most 4096 characters"),
-        ({"accumulation": {"batch_schedule": [[0, 8]]}}, "is no later update"),
-        ({"accumulation": {"batch_schedule": [[9, 2**63]]}}, "must lie between"),
-        ({"accumulation": {"batch_schedule": 8}}, "accumulation.batch_schedule"),
+        ({"cluster": {"nodes": 10**9}}, "cluster.nodes cluster.ranks_per_node 1048576"),
         (
-            {"train": {"updates": 9, "samples": 100}},
-            "train.updates=9 and train.samples=100 are two lengths of the run; leave one",
+            {"cluster": {"nodes": {"min": 1, "max": 10**9}}},
+            "cluster.nodes cluster.ranks_per_node 1048576",
         ),
-        ({"train": {"samples": 0}}, "train.samples must be at least 1"),
-        ({"job": {"_target_": "a.B", "x": [{"y": "\x1b[0m"}]}}, r"job.x\[0\].y must not contain"),
+        ({"run": {"name": "x" * 5000}}, "run.name 4096"),
+        (
+            {"accumulation": {"batch_schedule": [[0, 8]]}},
+            "accumulation.batch_schedule accumulation.global_batch",
+        ),
+        ({"accumulation": {"batch_schedule": [[9, 2**63]]}}, "accumulation.batch_schedule 2**63"),
+        ({"accumulation": {"batch_schedule": 8}}, "accumulation.batch_schedule"),
+        ({"train": {"updates": 9, "samples": 100}}, "train.updates=9 train.samples=100"),
+        ({"train": {"samples": 0}}, "train.samples 1"),
+        ({"job": {"_target_": "a.B", "x": [{"y": "\x1b[0m"}]}}, "job.x[0].y"),
     ],
 )
-def test_numbers_that_nothing_could_run_are_refused(values, words):
-    with pytest.raises(ConfigError, match=words):
+def test_impossible_numbers_are_refused(values, names):
+    with refused(ConfigError, names):
         read_config(JOB | values)
 
 
 def test_the_home_of_an_unknown_user_is_refused():
     for use in (expand_user, SlurmClient, lambda path: compose([], path)):
-        with pytest.raises(ConfigError, match="~nobody-here/x: there is no user nobody-here"):
+        with refused(ConfigError, "~nobody-here/x nobody-here"):
             use("~nobody-here/x")
 
 
 def test_two_lengths_of_a_run_are_refused():
-    with pytest.raises(ConfigError, match=r"train.updates=9 and train.epochs=1 are two lengths"):
+    with refused(ConfigError, "train.updates=9 train.epochs=1"):
         check_overrides(["train.updates=9", "train.epochs=1"])
-    with pytest.raises(ConfigError, match=r"train.updates=9 and train.samples=1 are two lengths"):
+    with refused(ConfigError, "train.updates=9 train.samples=1"):
         check_overrides(["train.updates=9", "train.samples=1"])
     check_overrides(["train.updates=null", "train.epochs=1"])
 

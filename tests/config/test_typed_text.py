@@ -10,6 +10,7 @@ from orchestrator.config.program import program_of
 from orchestrator.config.typed_text import TypedFile, text_keys
 from orchestrator.errors import ConfigError
 from orchestrator.launch import main
+from tests.refusals import refused
 
 AWKWARD = (
     "0042",
@@ -90,9 +91,9 @@ def test_numbers_of_a_programs_arguments_are_words_as_typed(tmp_path, typed, wor
     assert program_of(job).argv == words
 
 
-def test_an_empty_table_among_a_programs_arguments_is_refused(tmp_path):
+def test_empty_table_of_arguments_is_refused(tmp_path):
     line = ["job=program", "job.command=[train.py]", "job.arguments.x={}"]
-    with pytest.raises(ConfigError, match=r"job\.arguments\.x is an empty table.*x=VALUE"):
+    with refused(ConfigError, "job.arguments.x job.arguments.x=VALUE"):
         compose(line)
 
 
@@ -126,21 +127,21 @@ def test_a_time_limit_takes_slurms_forms(tmp_path, typed, minutes):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "names"),
     [
-        ("cluster: {time_min: 4h}", "cluster.time_min is a time limit, as minutes .* but is '4h'"),
-        ("cluster: {nodes: 010}", "line 2: cluster.nodes: 010 is 8 to YAML, .* in base 8"),
-        ("job: {ratio: 16:9}", "line 2: job.ratio: 16:9 is 969 to YAML, .* in base 60"),
-        ("cluster: {environment: {NO: x}}", "the key NO is a boolean to YAML"),
-        ("run: {name: @x}", "line 2: found character .*sign is put in quotes"),
-        ("run: {name: *x}", "line 2: found undefined alias.*sign is put in quotes"),
-        ("run: {name: !x a}", "line 2: .* the tag '!x'; .*sign is put in quotes"),
-        ("run:\n  name: &x", "line 3: run.name: &x names a value for YAML.*'&x' in quotes"),
+        ("cluster: {time_min: 4h}", "cluster.time_min 4h"),
+        ("cluster: {nodes: 010}", "main.yaml line 2 cluster.nodes 8 '010'"),
+        ("job: {ratio: 16:9}", "main.yaml line 2 job.ratio 969 '16:9'"),
+        ("cluster: {environment: {NO: x}}", "main.yaml line 2 'NO'"),
+        ("run: {name: @x}", "line 2 quotes"),
+        ("run: {name: *x}", "line 2 alias quotes"),
+        ("run: {name: !x a}", "line 2 '!x' quotes"),
+        ("run:\n  name: &x", "main.yaml line 3 run.name '&x'"),
     ],
 )
-def test_what_yaml_reads_in_another_way_is_refused_with_its_line(tmp_path, text, said):
+def test_what_yaml_reads_in_another_way_is_refused(tmp_path, text, names):
     (tmp_path / "main.yaml").write_text(f"defaults: [base, _self_]\n{text}\n")
-    with pytest.raises(ConfigError, match=said):
+    with refused(ConfigError, names):
         compose([], str(tmp_path), "main")
 
 
@@ -148,19 +149,16 @@ SITE = "cluster:\n  account: ???\ntransport: ???\ntrain: {precision: '???'}\n"
 
 
 @pytest.mark.parametrize("lacking", ["cluster.account", "transport", "train.precision"])
-def test_a_value_that_a_file_leaves_open_has_to_be_set(tmp_path, lacking):
+def test_missing_value_has_to_be_set(tmp_path, lacking):
     (tmp_path / "main.yaml").write_text(
         f"defaults: [base, override cluster: slurm, _self_]\n{SITE}"
     )
     own = {"cluster.account": "a", "transport": "auto", "train.precision": "float32"}
     line = [f"{key}={value}" for key, value in own.items()]
     assert compose(line, str(tmp_path), "main").cluster.account == "a"
-    with pytest.raises(
-        ConfigError,
-        match=rf"^{lacking} is \?\?\? in main\.yaml, so it has to be set: {lacking}=VALUE$",
-    ):
+    with refused(ConfigError, f"{lacking} main.yaml {lacking}=VALUE"):
         compose([o for o in line if not o.startswith(lacking)], str(tmp_path), "main")
-    with pytest.raises(ConfigError, match=rf"^{lacking} is \?\?\?, so it has to be set"):
+    with refused(ConfigError, f"{lacking} {lacking}=VALUE"):
         compose([*line, f"{lacking}=???"], str(tmp_path), "main")
 
 
@@ -181,38 +179,38 @@ def test_a_file_that_extends_another_sets_what_that_leaves_open(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "names"),
     [
-        ("run: {tags: [a, {b: c}]}", r"run.tags\[1\] must be a text, but is {'b': 'c'}"),
-        ("run: {tags: [null]}", r"run.tags\[0\] cannot be null"),
-        ("cluster: {environment: {A: {}}}", r"cluster.environment.A must be a text, but is {}"),
-        ("cluster: {environment: {A: null}}", "cluster.environment.A cannot be null"),
-        ("cluster: {qos: {}}", r"cluster.qos must be a text, but is {}.*put a text in quotes"),
-        ("cluster: {qos: [1]}", r"cluster.qos must be a text, but is \['1'\]"),
-        ("run: {name: '${x}'}", r"run.name refers to \${x}, but there is no key 'x'"),
-        ("run: {name: '${x:1}'}", r"run.name refers to \${x:…}, but nothing resolves 'x'"),
-        ("run: {name: '${oc.env:NO_X}'}", "refers to the environment variable NO_X, which is not"),
-        ("transport: null", "transport cannot be null; leave it out"),
+        ("run: {tags: [a, {b: c}]}", "run.tags[1] {'b': 'c'}"),
+        ("run: {tags: [null]}", "run.tags[0] null"),
+        ("cluster: {environment: {A: {}}}", "cluster.environment.A {}"),
+        ("cluster: {environment: {A: null}}", "cluster.environment.A null"),
+        ("cluster: {qos: {}}", "cluster.qos {} quotes"),
+        ("cluster: {qos: [1]}", "cluster.qos ['1']"),
+        ("run: {name: '${x}'}", "run.name ${x} 'x'"),
+        ("run: {name: '${x:1}'}", "run.name ${x:…} 'x'"),
+        ("run: {name: '${oc.env:NO_X}'}", "run.name NO_X ${oc.env:NO_X,VALUE}"),
+        ("transport: null", "transport null"),
     ],
 )
-def test_a_value_that_is_no_text_is_refused_in_our_words(tmp_path, text, said):
+def test_value_that_is_no_text_is_refused(tmp_path, text, names):
     (tmp_path / "main.yaml").write_text(f"defaults: [base, _self_]\n{text}\n")
-    with pytest.raises(ConfigError, match=said):
+    with refused(ConfigError, names):
         compose([], str(tmp_path), "main")
 
 
 @pytest.mark.parametrize(
-    ("typed", "said"),
+    ("typed", "names"),
     [
-        ("run.name=a=b", "a letter needs quotes; .* as in run.name=\"'a=b'\"$"),
-        ("run.name=(x)", "a letter needs quotes; .* as in run.name=\"'\\(x\\)'\"$"),
-        ("run.name=a(b)", r"there is no function a\(\); "),
-        ("run.tags=[x,#]", "a letter needs quotes; .* as in KEY="),
-        ("cluster.environment.A={}", "cluster.environment.A must be a text, but is {}"),
+        ("run.name=a=b", "run.name=a=b run.name=\"'a=b'\""),
+        ("run.name=(x)", "run.name=(x) run.name=\"'(x)'\""),
+        ("run.name=a(b)", "run.name=a(b) a()"),
+        ("run.tags=[x,#]", "run.tags=[x,#] KEY=\"'VALUE'\""),
+        ("cluster.environment.A={}", "cluster.environment.A {}"),
     ],
 )
-def test_a_line_that_cannot_be_read_is_refused_in_our_words(typed, said):
-    with pytest.raises(ConfigError, match=said):
+def test_unreadable_line_is_refused(typed, names):
+    with refused(ConfigError, names):
         compose([typed])
 
 
@@ -226,19 +224,27 @@ def test_texts_behind_anchors_and_merges_are_kept():
 
 
 @pytest.mark.parametrize(
-    ("file", "text", "said"),
+    ("file", "text", "names"),
     [
-        ("main", "defaults: [_self_, base]\ntrain: {updates: 7}", "list base after _self_.*own"),
-        ("cluster/site", "defaults: [_self_, slurm]\nqos: a", "site.yaml: its defaults list slurm"),
-        ("main", "defaults: [base, _self_]\ncluster: slurm", "base: override cluster: slurm"),
-        ("main", "defaults: [base, _self_]\noptimizer: adam", "base: override optimizer: NAME"),
+        ("main", "defaults: [_self_, base]\ntrain: {updates: 7}", "main.yaml base _self_"),
+        ("cluster/site", "defaults: [_self_, slurm]\nqos: a", "site.yaml slurm _self_"),
+        (
+            "main",
+            "defaults: [base, _self_]\ncluster: slurm",
+            "base override cluster slurm",
+        ),
+        (
+            "main",
+            "defaults: [base, _self_]\noptimizer: adam",
+            "base override optimizer NAME",
+        ),
     ],
 )
-def test_settings_that_would_be_dropped_are_refused(tmp_path, file, text, said):
+def test_settings_that_would_be_dropped_are_refused(tmp_path, file, text, names):
     (tmp_path / "cluster").mkdir()
     (tmp_path / "main.yaml").write_text("defaults: [base, override cluster: site, _self_]\n")
     (tmp_path / f"{file}.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=said):
+    with refused(ConfigError, names):
         compose([], str(tmp_path), "main")
 
 
@@ -248,14 +254,14 @@ def test_settings_that_would_be_dropped_are_refused(tmp_path, file, text, said):
 @pytest.mark.parametrize(
     ("text", "keys"),
     [
-        ("hydra: {job: {chdir: true, env_set: {A: '1'}}}", r"hydra\.job\.chdir and .*env_set\.A"),
-        ("hydra: {callbacks: {x: {_target_: y}}}", r"hydra\.callbacks\.x\._target_ means"),
-        ("hydra: {sweeper: {max_batch_size: 3}}", r"hydra\.sweeper\.max_batch_size means"),
+        ("hydra: {job: {chdir: true, env_set: {A: '1'}}}", "hydra.job.chdir hydra.job.env_set.A"),
+        ("hydra: {callbacks: {x: {_target_: y}}}", "hydra.callbacks.x._target_"),
+        ("hydra: {sweeper: {max_batch_size: 3}}", "hydra.sweeper.max_batch_size"),
     ],
 )
-def test_a_hydra_block_of_ones_own_file_is_refused_as_on_the_line(tmp_path, capsys, text, keys):
+def test_hydra_block_of_a_file_is_refused(tmp_path, capsys, text, keys):
     (tmp_path / "main.yaml").write_text(f"defaults: [base, _self_]\n{text}\n")
-    with pytest.raises(ConfigError, match=rf"main\.yaml: {keys}"):
+    with refused(ConfigError, f"main.yaml {keys}"):
         compose([], str(tmp_path), "main")
     assert main(["--config-dir", str(tmp_path), "--config-name", "main"]) == 2
     assert "hydra.mode" in capsys.readouterr().err
@@ -266,7 +272,7 @@ def test_a_choice_among_hydras_own_groups_is_refused(tmp_path, group):
     (tmp_path / "main.yaml").write_text(
         f"defaults: [base, override hydra/{group}: basic, _self_]\n"
     )
-    with pytest.raises(ConfigError, match=rf"main\.yaml: hydra/{group} means nothing here"):
+    with refused(ConfigError, f"main.yaml hydra/{group}"):
         compose([], str(tmp_path), "main")
 
 

@@ -368,7 +368,7 @@ def test_wrappers_of_torch_are_refused(message):
         WRAPPED[message]()
 
 
-def test_micro_steps_that_no_boundary_followed_are_named_on_stderr(capsys):
+def test_micro_steps_without_a_boundary_are_reported(capsys):
     ours, model = accumulated()
     compute(ours, model)
     ours.backward(loss_of(model))

@@ -43,7 +43,7 @@ def test_a_packed_data_file_that_is_not_whole_is_named(digits):
 
 
 @pytest.mark.parametrize("verb", [(), ("plan",)])
-def test_a_traceback_that_is_asked_for_leaves_the_sentence_and_the_exit_code(tmp_path, verb):
+def test_verbose_keeps_message_and_exit_code(tmp_path, verb):
     module = "orchestrator" if verb else "orchestrator.launch"
     for more in ((), ("-v",)):
         done = helpers.call(*verb, "train.seed='", *more, module=module, cwd=tmp_path)

@@ -34,7 +34,7 @@ def flip(path, find):
     path.write_bytes(content.replace(find, bytes([find[0] ^ 1]) + find[1:], 1))
 
 
-def test_a_damaged_newest_checkpoint_is_said_on_the_terminal_and_costs_no_bit(broken_off, tmp_path):
+def test_damaged_newest_checkpoint_costs_no_bit(broken_off, tmp_path):
     whole = shutil.copytree(broken_off, tmp_path / "whole")
     assert verb("resume", whole, "-q", code=0).stdout == "", "-q"
     run = shutil.copytree(broken_off, tmp_path / "run")

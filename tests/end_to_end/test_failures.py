@@ -23,7 +23,7 @@ SLOW = (
 FEW = (SMALL, "train.updates=40", "train.checkpoint_every=5", "job.dropout=0.5", "job.pause_s=0")
 
 
-def test_a_jobs_child_process_that_fails_is_not_its_rank_and_an_unprintable_error_is_named(
+def test_failing_child_process_and_unprintable_error(
     tmp_path,
 ):
     begun = {
@@ -48,7 +48,7 @@ def test_a_jobs_child_process_that_fails_is_not_its_rank_and_an_unprintable_erro
     assert "orchestrator/trainer/" not in log.rpartition("Traceback")[2]
 
 
-def test_a_rank_that_drifts_from_the_others_is_named_and_nothing_of_it_is_kept(run):
+def test_drifting_rank_fails_the_run(run):
     helpers.call(
         TINY,
         f"run.dir={run}",

@@ -38,7 +38,7 @@ def test_a_full_disk_under_what_the_command_prints_ends_no_run(disk, tmp_path):
     assert "finished" not in log.read_text()
 
 
-def test_a_disk_that_is_full_to_the_end_is_a_failure_that_says_so_and_resumes(disk, tmp_path):
+def test_run_on_a_full_disk_fails_and_resumes(disk, tmp_path):
     run = disk.folder / "run"
     hold = Hold(tmp_path / "hold").hold_before(12)
     process = helpers.begin(*LONG, "train.updates=60", hold.override, f"run.dir={run}")

@@ -232,9 +232,7 @@ class Own(Tiny):
 """
 
 
-def test_a_model_of_a_class_that_was_edited_is_warned_of_until_it_is_reloaded(
-    tmp_path, monkeypatch
-):
+def test_edited_class_of_a_model_is_warned_of(tmp_path, monkeypatch):
     (tmp_path / "own_job.py").write_text(JOB.format(layer="Identity"))
     monkeypatch.syspath_prepend(tmp_path)
     import own_job  # pyright: ignore[reportMissingImports]

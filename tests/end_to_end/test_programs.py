@@ -136,7 +136,7 @@ def test_the_rank_that_fails_is_named_with_what_it_raised(tmp_path, mishap, rank
         ("launcher", signal.SIGKILL, ""),
     ],
 )
-def test_who_is_killed_or_frozen_is_named_soon_and_nothing_is_left(tmp_path, target, number, said):
+def test_killed_or_frozen_rank_is_reported(tmp_path, target, number, said):
     script(tmp_path, QUICK + WAITS)
     process = begin(tmp_path, "cluster.heartbeat_timeout_s=3")
     rank = program_of(tmp_path, 3)
@@ -304,7 +304,7 @@ different()
 """
 
 
-def test_ranks_in_different_collectives_are_warned_of_and_ended_with_both_stacks(tmp_path):
+def test_ranks_in_different_collectives_are_ended_with_both_stacks(tmp_path):
     script(tmp_path, MISMATCHED)
     two = ("cluster.ranks_per_node=1", "cluster.hang_timeout_s=10")
     done = call(tmp_path, *two, code=1)
@@ -536,7 +536,7 @@ def test_a_program_gets_its_newest_file_from_the_second_attempt_on(tmp_path):
     assert "job.resume_arguments must be a list of words" in wrong.stderr
 
 
-def test_nodes_with_fewer_devices_than_asked_for_are_warned_of(tmp_path):
+def test_too_few_devices_are_warned_of(tmp_path):
     script(tmp_path, QUICK)
     asked = ("cluster.gpus_per_node=1", "cluster.ranks_per_node=1")
     done = call(tmp_path, *asked, code=0, CUDA_VISIBLE_DEVICES="0")  # for two nodes

@@ -164,7 +164,7 @@ def test_nothing_that_steers_a_terminal_gets_through(tmp_path):
 
 
 @pytest.mark.parametrize("follow", [(), ("-f",)])
-def test_the_end_of_a_log_can_be_had_alone_and_that_of_who_failed_is_named(tmp_path, follow):
+def test_last_lines_of_a_log_and_pointer_to_the_failed_rank(tmp_path, follow):
     run = make_run(tmp_path / "run")
     run.rank_log(0).write_bytes(b"early\n" * 10_000 + b"late\nlast\n")
     run.rank_log(1).write_text("of rank 1\n")

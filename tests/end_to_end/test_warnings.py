@@ -70,7 +70,7 @@ def test_a_warning_of_any_rank_is_on_the_terminal_and_in_the_metrics(run):
         assert said.count("rank 1 computes with another version of torch, number of threads") == 1
 
 
-def test_a_repository_that_git_does_not_read_is_said_to_have_no_known_commit(run):
+def test_unreadable_repository_has_no_known_commit(run):
     done = call(
         LIGHT,
         SMALL,

@@ -52,7 +52,7 @@ def test_killed_and_resumed_on_other_ranks_the_bits_are_those_of_any_ranks(tmp_p
     assert len(digests) == 1
 
 
-def test_a_rank_that_is_slow_computes_fewer_samples_and_is_named(tmp_path):
+def test_slow_rank_computes_fewer_samples(tmp_path):
     run = tmp_path / "run"
     words = (SIZED, *BY_COST, "cluster.ranks_per_node=2", "train.updates=40", f"run.dir={run}")
     done = call(*words, "job.slow_rank=1", code=0)

@@ -2,7 +2,6 @@
 
 import math
 import random
-import re
 import socket
 import time
 
@@ -30,6 +29,7 @@ from orchestrator.errors import ConfigError, JobError, NonFiniteError
 from orchestrator.job import Job
 from orchestrator.trainer.setup import engine_settings
 from tests.engine.torch.jobs import sgd_accumulator
+from tests.refusals import refused
 
 
 def _policy(on_non_finite="stop", *, scales=False, clip_norm=None):
@@ -44,18 +44,18 @@ def _losses(policy, *rows):
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("rows", "names"),
     [
-        ([(1.0, 1.0), (-1.0, 1.0)], "negative or not finite in update 3, .* 1, micro-step 1;"),
-        ([(math.nan, 1.0)], "negative or not finite in update 3, first on rank 1, micro-step 0;"),
-        ([(0.0, 1.0)], "the weights of update 3 add up to 0 over all ranks, and the losses to 1,"),
-        ([], "the weights of update 3 add up to 0 over all ranks: no rank had a micro-step"),
-        ([(1e308, 1.0)] * 2, "the weights of update 3 add up to inf"),
+        ([(1.0, 1.0), (-1.0, 1.0)], "update 3 micro-step 1"),
+        ([(math.nan, 1.0)], "update 3 rank 1 micro-step 0"),
+        ([(0.0, 1.0)], "weights update 3 0 losses 1"),
+        ([], "weights update 3 0"),
+        ([(1e308, 1.0)] * 2, "weights update 3 inf"),
     ],
 )
 @pytest.mark.parametrize("on_non_finite", ["stop", "skip"])
-def test_weights_that_cannot_be_divided_by_are_refused_by_both_policies(rows, said, on_non_finite):
-    with pytest.raises(JobError, match=said):
+def test_weights_that_cannot_be_divided_by_are_refused_by_both_policies(rows, names, on_non_finite):
+    with refused(JobError, names):
         _losses(_policy(on_non_finite), *rows)
 
 
@@ -145,26 +145,26 @@ class Digits:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "names"),
     [
-        (None, "must return figures by name, as in return {'accuracy': 0.9}, but returned None"),
-        (("accuracy", 0.9), "but returned ('accuracy', 0.9)"),
-        ({"accuracy": "high"}, "'accuracy' must be one number, but is 'high'"),
-        ({"accuracy": [1.0, 2.0]}, "'accuracy' must be one number, but is [1.0, 2.0]"),
+        (None, "{'accuracy': 0.9} None"),
+        (("accuracy", 0.9), "('accuracy', 0.9)"),
+        ({"accuracy": "high"}, "'accuracy' 'high'"),
+        ({"accuracy": [1.0, 2.0]}, "'accuracy' [1.0, 2.0]"),
         (
             {"a": 1, "b": torch.ones(3)},
-            "'b' must be one number, but is a torch.float32 tensor of shape (3,)",
+            "'b' torch.float32 (3,)",
         ),
-        ({"a": np.ones((2, 2))}, "'a' must be one number, but is a float64 array of shape (2, 2)"),
+        ({"a": np.ones((2, 2))}, "'a' float64 (2, 2)"),
         (
             {"a": torch.empty(0)},
-            "'a' must be one number, but is a torch.float32 tensor of shape (0,)",
+            "'a' torch.float32 (0,)",
         ),
-        ({"a": 1j}, "'a' must be one number, but is 1j"),
+        ({"a": 1j}, "'a' 1j"),
     ],
 )
-def test_what_is_no_dictionary_of_numbers_is_refused_in_the_jobs_name(given, message):
-    with pytest.raises(JobError, match=rf"Digits\.evaluate\(\).*{re.escape(message)}"):
+def test_what_is_no_dictionary_of_numbers_is_refused(given, names):
+    with refused(JobError, f"Digits.evaluate() {names}"):
         checked_figures(given, Digits())
 
 
@@ -237,7 +237,7 @@ def test_a_keyword_overrides_the_options_and_one_that_is_none_is_answered_with_t
     chosen = sgd_accumulator(model, options=options, clip_norm=2.0).options
     assert (chosen.clip_norm, chosen.on_non_finite) == (2.0, "skip")
     assert options.clip_norm == 1.0
-    with pytest.raises(TypeError, match=r"no option 'clip_nrm'.*; did you mean 'clip_norm'"):
+    with refused(TypeError, "clip_nrm clip_norm"):
         sgd_accumulator(model, clip_nrm=1.0)
 
 
@@ -246,7 +246,7 @@ def test_a_text_in_the_place_of_metric_names_is_refused():
         metric_names = "error"
 
     config = read_config({"job": {"_target_": "jobs.digits.Digits"}})
-    with pytest.raises(JobError, match=r"Comma\.metric_names must be a list .*\['error'\], but is"):
+    with refused(JobError, "Comma.metric_names ['error']"):
         engine_settings(config, Comma())
 
 
@@ -343,7 +343,7 @@ def rate_of(self, epoch):
         ({"learning_rate": rate_of}, r"Named\.learning_rate\(\) gets the number of an update"),
     ],
 )
-def test_methods_that_nothing_calls_and_misread_numbers_are_warned_of(members, said):
+def test_uncalled_methods_are_warned_of(members, said):
     with pytest.warns(UserWarning, match=said):
         warn_of_names(type("Named", (Job,), members)())
 

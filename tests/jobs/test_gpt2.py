@@ -62,7 +62,7 @@ def test_texts_are_sorted_letters_padded_at_the_end():
     assert targets[0].tolist() == [*short.tolist(), *[PADDING] * (len(long) - len(short))]
 
 
-def test_without_transformers_the_message_names_what_to_install(monkeypatch):
+def test_missing_transformers(monkeypatch):
     monkeypatch.delitem(sys.modules, "orchestrator.jobs.gpt2", raising=False)
     monkeypatch.setitem(sys.modules, "transformers", None)  # its import fails
     with pytest.raises(JobError, match=r"job=gpt2: .*pip install 'transformers>=5'"):

@@ -1,6 +1,5 @@
 """A global batch that changes: the place of each update in closed form, and its plan."""
 
-import re
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
@@ -17,6 +16,7 @@ from orchestrator.plan.batch import batch_at
 from orchestrator.plan.order import Branch, DataOrder, Shards
 from orchestrator.plan.window import planner_of
 from tests.plan.stated import make_plan
+from tests.refusals import refused
 
 RAGGED = ("update", "drop", "carry")
 MANY = 10**6
@@ -297,10 +297,10 @@ def test_the_epochs_of_a_branch_are_counted_from_its_place():
 
 def test_a_branch_that_has_no_place_is_refused():
     trunk = DataOrder(dataset_samples=100, global_batch=10)
-    with pytest.raises(PlanError, match="had a place in a data set of 100 samples, but this one"):
+    with refused(PlanError, "train.initial_state 100 90"):
         DataOrder(dataset_samples=90, global_batch=10, branch=branch_at(trunk, 3))
     sharded = {"dataset_samples": 100, "shards": Shards((30, 70), 4)}
-    with pytest.raises(PlanError, match=r"use accumulation.global_batch=10 \(and"):
+    with refused(PlanError, "train.initial_state accumulation.global_batch=10"):
         DataOrder(**sharded, global_batch=20, branch=branch_at(trunk, 3))
     whole = DataOrder(**sharded, global_batch=10)
     grown = DataOrder(
@@ -327,35 +327,33 @@ def test_shards_are_read_in_full_where_the_batch_changes_at_an_epoch_s_end(ragge
     assert max(counts.values()) <= 4
     assert ragged == "drop" or set(counts.values()) == {4}
     for wrong in (change - 1, change + 1):
-        with pytest.raises(PlanError, match=f"update {wrong}, .* nearest update .* is {change}$"):
+        with refused(PlanError, f"accumulation.batch_schedule {wrong} {change}"):
             DataOrder(**values, batch_schedule=((wrong, 20),))
 
 
 @pytest.mark.parametrize(
-    ("schedule", "message"),
+    ("schedule", "names"),
     [
-        (512, "must be a list of [update, global batch] pairs of whole numbers, as in "),
-        ([[1000, 512, 3]], "but holds [1000, 512, 3]"),
-        ([[1000, 51.5]], "but holds [1000, 51.5]"),
-        ([[1000, True]], "but holds [1000, True]"),
-        ([1000, 512], "but holds 1000"),
-        ([[0, 512]], "the batch from update 0 on is accumulation.global_batch"),
-        ([[9, 0]], "the batch from update 9 on must be at least 1 sample, but is 0"),
-        ([[9, 20], [9, 30]], "must increase in updates, but 9 follows 9"),
-        ([[9, 20], [7, 30]], "try accumulation.batch_schedule=[[7, 30], [9, 20]]"),
+        (512, "[[1000,512],[5000,3072]] 512"),
+        ([[1000, 512, 3]], "[1000, 512, 3]"),
+        ([[1000, 51.5]], "[1000, 51.5]"),
+        ([[1000, True]], "[1000, True]"),
+        ([1000, 512], "1000"),
+        ([[0, 512]], "0 accumulation.global_batch"),
+        ([[9, 0]], "9 1 0"),
+        ([[9, 20], [9, 30]], "9"),
+        ([[9, 20], [7, 30]], "accumulation.batch_schedule=[[7, 30], [9, 20]]"),
     ],
 )
-def test_a_schedule_that_cannot_be_is_refused(schedule, message):
-    with pytest.raises(ConfigError, match=re.escape(message)):
+def test_a_schedule_that_cannot_be_is_refused(schedule, names):
+    with refused(ConfigError, f"accumulation.batch_schedule {names}"):
         batch_stages(schedule)
 
 
 def test_a_stage_that_cannot_be_planned_is_refused():
-    with pytest.raises(
-        PlanError, match="from update 5 on: G=60 leaves nothing of a data set of 50"
-    ):
+    with refused(PlanError, "accumulation.ragged=drop 5 60 50"):
         make_plan(global_batch=10, batch_schedule=[[5, 60]], dataset_samples=50, ragged="drop")
-    with pytest.raises(PlanError, match="at most 4194304 can be planned"):
+    with refused(PlanError, "accumulation.global_batch 4194304"):
         make_plan(global_batch=8, micro_batch=1, batch_schedule=[[5, 10**7]])
 
 
@@ -403,29 +401,25 @@ TRUNK = branch_at(DataOrder(dataset_samples=100, global_batch=15), 10)  # after 
         ),
     ],
 )
-def test_a_schedule_is_warned_of_in_these_words(values, expected):
+def test_warnings_of_a_batch_schedule(values, expected):
     plan = make_plan(global_batch=10, updates=7, steps=1, dataset_samples=100, **values)
     assert list(plan.warnings) == expected
 
 
 @pytest.mark.parametrize(
-    ("shards", "updates", "said"),
+    ("shards", "updates", "names"),
     [
-        (Shards((70, 30), 4), 5, "had a place in shards of other lengths"),
-        (Shards((70, 30), 4), 0, "had a place in shards of other lengths"),
-        (
-            Shards((30, 70), 2),
-            5,
-            "within an epoch of data that is read in 4 lanes, but these are 2",
-        ),
+        (Shards((70, 30), 4), 5, "lengths"),
+        (Shards((70, 30), 4), 0, "lengths"),
+        (Shards((30, 70), 2), 5, "4 lanes 2"),
         (Shards((30, 70), 2), 0, None),
         (Shards((30, 70), 4), 5, None),
     ],
 )
-def test_a_branch_goes_on_in_the_shards_of_the_run_that_it_is_from(shards, updates, said):
+def test_a_branch_goes_on_in_the_shards_of_the_run_that_it_is_from(shards, updates, names):
     before = Shards((30, 70), 4)
     values = {"dataset_samples": 100, "global_batch": 10}
     place = branch_at(DataOrder(**values, shards=before), updates)
     branch = replace(place, shards_digest=before.digest, lanes=before.lanes)
-    with pytest.raises(PlanError, match=said) if said else nullcontext():
+    with refused(PlanError, f"train.initial_state {names}") if names else nullcontext():
         DataOrder(**values, shards=shards, branch=branch)

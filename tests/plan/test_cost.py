@@ -14,6 +14,7 @@ from orchestrator.plan.cost import TokenBudget, WorkByCost, deal, lengths_of, sp
 from orchestrator.plan.split import even_parts, split_leaves
 from orchestrator.plan.window import planner_of
 from tests.plan.stated import make_plan
+from tests.refusals import refused
 
 LENGTHS = st.lists(st.integers(0, 60), min_size=1, max_size=60)
 SPEED = st.floats(0.1, 8)
@@ -153,34 +154,34 @@ def test_a_digest_of_costs_tells_cost_functions_apart():
     ],
 )
 def test_a_cost_that_is_no_cost_is_refused(cost):
-    with pytest.raises(PlanError, match=r"cost\(9, 1\) must be a number above 0"):
+    with refused(PlanError, "cost(9, 1) 0"):
         split_by_cost(np.array([9]), 1, TokenBudget(micro_tokens=9, cost=cost))
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("values", "names"),
     [
-        ([1, 2], "one whole number for each of the 3 samples, in a list or array, but are 2"),
-        ((n for n in [1, 2, 3]), "but are of type generator"),
-        ([[1], [2], [3]], r"but have shape \(3, 1\)"),
-        ([0, 0, 0], "but all 3 are 0"),
-        ([1, -2, 3], "0 or more, but sample 1 has -2"),
-        ([1, 2.5, 3], "whole numbers, but are of float64"),
-        (["1", "2", "x"], "whole numbers, but are of"),
-        ([[1], [2, 3], [4]], "whole numbers"),
-        ([1, float("nan"), 3], "whole numbers"),
-        ([1, float("inf"), 3], r"below 2\*\*53, but sample 1 has inf"),
-        ([1, 2, 2**63], r"below 2\*\*53, but sample 2 has"),
+        ([1, 2], "3 2"),
+        ((n for n in [1, 2, 3]), "3 generator"),
+        ([[1], [2], [3]], "3 (3, 1)"),
+        ([0, 0, 0], "3 0"),
+        ([1, -2, 3], "0 1 -2"),
+        ([1, 2.5, 3], "whole float64"),
+        (["1", "2", "x"], "whole"),
+        ([[1], [2, 3], [4]], "whole"),
+        ([1, float("nan"), 3], "whole nan"),
+        ([1, float("inf"), 3], "2**53 1 inf"),
+        ([1, 2, 2**63], "2**53 2"),
     ],
 )
-def test_lengths_that_are_none_are_refused(values, message):
-    with pytest.raises(PlanError, match=message):
+def test_lengths_that_are_none_are_refused(values, names):
+    with refused(PlanError, f"lengths {names}"):
         lengths_of(values, 3)
 
 
 @pytest.mark.parametrize("speeds", [[1.0], [1.0, 0.0], [1.0, float("nan")]])
 def test_speeds_that_are_none_are_refused(speeds):
-    with pytest.raises(PlanError, match="2 ranks need as many speeds above 0"):
+    with refused(PlanError, "2 speeds 0"):
         deal([1.0, 2.0], 2, speeds)
 
 
@@ -198,23 +199,23 @@ def test_windows_have_the_samples_of_their_update_in_numbered_micro_steps():
     assert sorted(p for step in steps for p in step.positions) == list(range(len(indices)))
 
 
-def test_a_plan_without_lengths_says_what_it_does_not_know():
+def test_plan_without_lengths_has_unknown_figures():
     figures = make_plan(nodes=1, ranks_per_node=2, global_batch=16, micro_tokens=64).figures()
     unknown = ("micro_steps", "samples_per_rank", "micro_batches", "steps", "micro_batch")
     assert [figures[name] for name in unknown] == [None] * len(unknown)
     assert figures["micro_tokens"] == 64
 
 
-def test_a_budget_below_every_length_is_refused_and_one_below_some_is_warned_of():
+def test_token_budget_below_all_or_some_lengths():
     values = {"nodes": 1, "ranks_per_node": 2, "dataset_samples": 8, "global_batch": 4}
     lengths = np.array([9, 9, 9, 9, 9, 9, 9, 30])
-    with pytest.raises(PlanError, match=r"micro_tokens=8 is less than the shortest .* 9 tokens"):
+    with refused(PlanError, "accumulation.micro_tokens=8 9 accumulation.micro_tokens=30"):
         make_plan(**values, micro_tokens=8, lengths=lengths)
     plan = make_plan(**values, micro_tokens=20, lengths=lengths)
     assert "1 sample of 8 is longer than accumulation.micro_tokens=20" in " ".join(plan.warnings)
 
 
-def test_leaves_that_ranks_share_worse_than_samples_by_number_are_warned_of():
+def test_leaves_that_ranks_share_unevenly_are_warned_of():
     # Leaves of 5, 5, 5 and 6 tokens are two for each rank; one of 10 tokens cannot be shared.
     plan = make_plan(
         nodes=1,
@@ -230,6 +231,9 @@ def test_leaves_that_ranks_share_worse_than_samples_by_number_are_warned_of():
     assert "the busiest would have 0.73 times as much" in warning
 
 
+MEASURED = "accumulation.balance=measured accumulation.balance=even"
+
+
 @pytest.mark.parametrize(
     ("batch", "key"),
     [
@@ -238,18 +242,18 @@ def test_leaves_that_ranks_share_worse_than_samples_by_number_are_warned_of():
         ({"global_batch": 7, "micro_batch": 7, "reduction": "reproducible"}, "micro_batch"),
     ],
 )
-def test_too_little_work_for_measured_ranks_is_refused_with_the_nearest_value(batch, key):
+def test_too_little_work_for_measured_ranks_is_refused(batch, key):
     values = {"nodes": 1, "ranks_per_node": 7, "dataset_samples": 80, "balance": "measured"}
-    with pytest.raises(PlanError, match="needs work for every rank") as refused:
+    with refused(PlanError, MEASURED) as caught:
         make_plan(**values, **batch)
-    value = int(re.search(rf"try accumulation\.{key}=(\d+),", str(refused.value))[1])
+    value = int(re.search(rf"accumulation\.{key}=(\d+)", str(caught.value))[1])
     assert not make_plan(**values, **batch | {key: value}).split.idle_ranks
     worse = value - 1 if key == "global_batch" else value + 1
-    with pytest.raises(PlanError, match="needs work for every rank"):
+    with refused(PlanError, MEASURED):
         make_plan(**values, **batch | {key: worse})
 
 
-def test_too_few_micro_steps_by_length_are_refused_with_a_budget_that_gives_enough():
+def test_too_few_micro_steps_by_length_are_refused():
     values = {
         "nodes": 1,
         "ranks_per_node": 5,
@@ -259,14 +263,14 @@ def test_too_few_micro_steps_by_length_are_refused_with_a_budget_that_gives_enou
         "reduction": "reproducible",
         "lengths": np.full(80, 8),
     }
-    with pytest.raises(PlanError, match="needs work for every rank") as refused:
+    with refused(PlanError, MEASURED) as caught:
         make_plan(**values, micro_tokens=64)
-    tokens = int(re.search(r"try accumulation\.micro_tokens=(\d+),", str(refused.value))[1])
+    tokens = int(re.search(r"accumulation\.micro_tokens=(\d+)", str(caught.value))[1])
     assert not make_plan(**values, micro_tokens=tokens).split.idle_ranks
-    with pytest.raises(PlanError, match="needs work for every rank"):
+    with refused(PlanError, MEASURED):
         make_plan(**values, micro_tokens=tokens + 1)
     few = {"dataset_samples": 3, "lengths": np.full(3, 8), "global_batch": 3}
-    with pytest.raises(PlanError, match="try at most 3 ranks"):
+    with refused(PlanError, f"{MEASURED} 3 ranks"):
         make_plan(**values | few, micro_tokens=64)
 
 

@@ -10,6 +10,7 @@ from orchestrator.errors import PlanError
 from orchestrator.plan.batch import Batch, resolve_batch
 from orchestrator.plan.held_out import NO_UPDATE, cut_held_out, piece_size, share_of
 from orchestrator.plan.split import split_for
+from tests.refusals import refused
 
 
 @given(
@@ -48,7 +49,7 @@ def test_pieces_can_be_dealt_by_cost():
     shares = [share_of(pieces, rank, 3, pieces_per_rank=[0, 4, 1]) for rank in range(3)]
     assert [len(share.pieces) for share in shares] == [0, 4, 1]
     for wrong in ([5, 0], [1, 1, 1], [6, 0, -1]):
-        with pytest.raises(PlanError, match="pieces_per_rank must divide 5 pieces over 3 ranks"):
+        with refused(PlanError, f"pieces_per_rank 5 3 {wrong}"):
             share_of(pieces, 0, 3, pieces_per_rank=wrong)
 
 

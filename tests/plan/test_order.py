@@ -1,6 +1,5 @@
 """The order of the data: pure, complete, and the same on every version of numpy."""
 
-import re
 import tracemalloc
 from collections import Counter
 
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 from orchestrator.config.schema import BOUNDS
 from orchestrator.errors import PlanError
 from orchestrator.plan.order import BLOCK, DataOrder, _block, permuted
+from tests.refusals import refused
 
 sizes = st.integers(1, 200)
 seeds = st.integers(0, 2**63 - 1)
@@ -156,12 +156,15 @@ def test_part_of_an_epoch_is_counted_as_written():
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("values", "names"),
     [
-        ({"dataset_samples": 0}, "the data set has 0 samples"),
-        ({"ragged": "drop", "global_batch": 11}, "Set accumulation.global_batch=10 or less"),
+        ({"dataset_samples": 0}, "0 samples 1"),
+        (
+            {"ragged": "drop", "global_batch": 11},
+            "accumulation.ragged=drop accumulation.global_batch=11 accumulation.global_batch=10",
+        ),
     ],
 )
-def test_an_order_that_cannot_be_is_refused(values, message):
-    with pytest.raises(PlanError, match=re.escape(message)):
+def test_an_order_that_cannot_be_is_refused(values, names):
+    with refused(PlanError, names):
         DataOrder(**{"dataset_samples": 10, "global_batch": 4} | values)

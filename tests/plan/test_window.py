@@ -1,6 +1,5 @@
 """The work of each rank in each update: the same samples for any number of ranks."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,6 +8,7 @@ from orchestrator.plan import order
 from orchestrator.plan.split import assign, assign_leaves
 from orchestrator.plan.window import WindowPlanner, planner_of
 from tests.plan.stated import make_plan
+from tests.refusals import refused
 
 
 def planner(**values) -> WindowPlanner:
@@ -89,9 +89,7 @@ def test_leaves_move_between_ranks_whole():
     moved = assign_leaves([0, 1, 5], samples=16, leaf_size=3)
     even = [piece for rank in range(3) for piece in some.window(0, rank).micro_batches]
     assert [piece for r in range(3) for piece in some.window(0, r, moved).micro_batches] == even
-    with pytest.raises(
-        PlanError, match=r"samples 6 to 7 of .* not a leaf of 3 samples; .* moves whole"
-    ):
+    with refused(PlanError, "accumulation.reduction=reproducible 6 7 3"):
         some.window(0, 0, assign([8, 4, 4], cap=3))
 
 
@@ -103,9 +101,9 @@ def test_the_learning_rate_is_the_schedule_s():
 
 def test_windows_that_cannot_be_are_refused():
     some = planner()
-    with pytest.raises(PlanError, match="there is no rank 3 among 3"):
+    with refused(PlanError, "rank 3"):
         some.window(0, 3)
-    with pytest.raises(PlanError, match="update 0 has 16 samples, but the assignment is of 15"):
+    with refused(PlanError, "update 0 16 15"):
         some.window(0, 0, assign([15, 0, 0], steps=1))
-    with pytest.raises(PlanError, match="need the size of the data set"):
+    with refused(PlanError, "size data"):
         planner(dataset_samples=None)

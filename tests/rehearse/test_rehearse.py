@@ -108,7 +108,7 @@ def test_all_runs_take_the_users_own_files(tmp_path):
     assert found.flags == ("--config-dir", str(tmp_path), "--config-name", "mine")
 
 
-def test_what_a_job_cannot_have_is_left_out_and_equality_says_what_it_means():
+def test_impossible_faults_are_left_out():
     found = planned(SMALL, 1)
     assert (found.config.run.survive, found.to_the_bit, found.notes) == (True, True, ())
     found = planned((*SMALL, "engine.shard_optimizer=true"), 1)

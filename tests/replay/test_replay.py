@@ -145,7 +145,7 @@ def test_random_numbers_that_the_engine_does_not_know_are_found(tmp_path):
     assert "draws random numbers from another generator" in why
 
 
-def test_another_kind_of_processor_is_named_before_a_machine_is_blamed(tmp_path):
+def test_other_processor_is_reported_first(tmp_path):
     run = tmp_path / "run"
     older = {"PYTHONPATH": "", "ATEN_CPU_CAPABILITY": "default"}  # a new interpreter reads it
     call(TINY, *EXACT, "cluster.nodes=1", "train.updates=2", f"run.dir={run}", code=0, **older)

@@ -73,7 +73,7 @@ def test_verbose_says_a_line_of_each_update(screen):
     ]
 
 
-def test_held_out_figures_are_said_with_the_number_of_their_update(screen):
+def test_held_out_figures_have_their_update(screen):
     with Progress(PLAN, screen) as progress:
         progress.update([record(0), {"evaluation": {"accuracy": 0.91}, "update": 0}])
     assert "held-out after update 1: accuracy 0.9100" in printed(screen)

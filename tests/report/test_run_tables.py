@@ -85,7 +85,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("case", PLANS)
-def test_a_plan_is_shown_with_all_that_is_known_and_its_warnings(case):
+def test_plan_and_its_warnings(case):
     stated, parts = PLANS[case]
     text = flat(show({**make_plan(**stated).to_json(), "warnings": ["see [accumulation]"]}))
     for part in parts:
@@ -219,7 +219,7 @@ def test_the_records_of_updates_are_summed_up(screen, case):
     assert said in flat(closing(screen, plan, History(records)))
 
 
-def test_who_went_away_after_the_last_update_is_named_and_nothing_counts_as_redone(screen):
+def test_rank_lost_after_the_last_update(screen):
     why = ["on node0: killed by signal 9 (SIGKILL)"]
     gone = {"generation": 1, "gone": [0], "why": why, "ranks": 3, "seconds": 0.1}
     last = {**gone, "gone": [2], "why": ["on node1: its agent is gone"], "ranks": 2, "redone": 0}
@@ -241,7 +241,7 @@ def test_a_failed_run_names_its_culprit_and_how_to_try_again(screen):
     assert all(len(line) <= 80 for line in text.splitlines() if str(FOLDER) not in line)
 
 
-def test_a_run_that_did_no_update_is_told_without_inventing_figures(screen):
+def test_run_without_updates_has_no_figures(screen):
     nothing = dict.fromkeys(("updates", "samples", "collectives", "bytes_on_wire"), 0)
     more = {"loss": None, "metrics": {}, "peak_memory_bytes": [], "seconds": 1.0}
     text = flat(closing(screen, history=History(), state="failed", **nothing, **more))

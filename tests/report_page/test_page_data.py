@@ -65,7 +65,7 @@ def test_a_sweep_has_the_values_that_resumes_set(made, tmp_path):
     assert [run["command"].split()[-1] for run in runs] == ["train.updates=6", "train.updates=5"]
 
 
-def test_a_search_has_its_counts_its_best_trial_and_why_one_was_stopped(made, tmp_path):
+def test_table_of_a_search(made, tmp_path):
     run = made("some/0", "job.lr=0.3", ended=result(state="stopped"))
     write_json(run.pruned, {"why": "worse after update 1 than the median"})
     trial = {"number": 0, "state": "pruned", "value": 0.5, "point": ["job.lr=0.3"]}
@@ -88,7 +88,7 @@ def test_a_resume_with_changed_inputs_is_on_the_page(made):
     assert "was resumed with --changed (attempt 1): job.py has changed" in sentence
 
 
-def test_long_runs_are_thinned_to_what_a_page_can_hold_and_it_is_said(made, monkeypatch):
+def test_long_runs_are_thinned_for_the_page(made, monkeypatch):
     monkeypatch.setattr("orchestrator.report_page.data.POINTS", 40)
     lines = [record(n) for n in range(540)]
     [run] = data_of(made("long", records=lines).path)["runs"]

@@ -67,7 +67,7 @@ def test_what_killed_attempts_left_half_written_is_removed_and_nothing_else(tmp_
     assert (elsewhere / "mine").exists()
 
 
-def test_a_damaged_one_is_passed_over_with_a_sentence_and_later_replaced(tmp_path):
+def test_damaged_checkpoint_is_skipped_and_replaced(tmp_path):
     save(tmp_path, 1)
     damaged = save(tmp_path, 2) / checkpoint.WEIGHTS
     damaged.write_bytes(b"wrong")
@@ -132,9 +132,7 @@ def test_what_could_not_be_read_is_skipped_and_never_removed(
         intact = save(tmp_path, 3)
 
 
-def test_where_none_can_be_read_nobody_is_told_only_to_remove_them(
-    tmp_path, monkeypatch, unreadable
-):
+def test_no_readable_checkpoint_is_refused(tmp_path, monkeypatch, unreadable):
     save(tmp_path, 1)
     monkeypatch.setattr("orchestrator.rundir.files.READ_PATIENCE_S", 0.0)
     unreadable["/state.json"] = [errno.EIO] * 1000

@@ -54,7 +54,7 @@ def test_links_are_neither_read_nor_written(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["logs", "attempts/000", "tensorboard"])
-def test_a_folder_that_leads_elsewhere_is_refused_before_anything_is_written(tmp_path, name):
+def test_linked_folder_is_refused(tmp_path, name):
     run = make_run(tmp_path / "run")
     run.begin_attempt()
     elsewhere = tmp_path / "elsewhere"
@@ -271,7 +271,7 @@ def test_a_place_that_cannot_be_a_new_runs_folder_is_refused(tmp_path, file, fol
         RunDir(tmp_path / folder).create()
 
 
-def test_an_attempt_that_another_start_began_is_refused_in_words(tmp_path, monkeypatch):
+def test_attempt_of_another_start_is_refused(tmp_path, monkeypatch):
     run = RunDir(tmp_path / "run")
     run.create()
     monkeypatch.setattr(run, "attempts_made", lambda: 0)  # as it was when the other one looked

@@ -13,7 +13,7 @@ def program(run):
     return run
 
 
-def test_only_a_job_of_ours_is_said_to_have_a_boundary_and_a_checkpoint(program):
+def test_only_a_job_class_has_boundary_and_checkpoint(program):
     assert "gets SIGINT" in describe_stop(program)
     write_json(program.plan, {"ranks": 2})
     assert describe_stop(program) == "stops at its next update boundary, with a checkpoint"

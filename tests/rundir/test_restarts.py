@@ -32,7 +32,7 @@ def ruled(run, culprit, *, most=2, first=0, update=None):
     return decision
 
 
-def test_without_an_allowance_or_once_cancelled_nothing_starts_again_and_nothing_is_said(run):
+def test_no_restart_without_allowance_or_after_cancel(run):
     assert ruled(run, KILLED, most=0) == RestartDecision(restarts=False)
     run.cancel.touch()
     assert ruled(run, KILLED, most=9) == RestartDecision(restarts=False)
@@ -91,7 +91,7 @@ def test_the_same_exception_without_progress_or_a_wrong_request_ends_it_early(ru
     assert again or not before or "attempt 0 raised the same" in last.message
 
 
-def test_the_note_of_a_restart_says_where_it_failed_and_what_was_raised(run):
+def test_note_of_a_restart(run):
     before = time.time()
     assert ruled(run, RAISED, update=5).restarts
     note = read_json(run.decision(0))

@@ -74,7 +74,7 @@ def test_torn_lines_and_links_are_passed_over(tmp_path):
     assert [warned.sentence for warned in read_warnings(tmp_path)] == ["s"]
 
 
-def test_a_folder_that_cannot_be_written_delays_a_warning_and_ends_nothing(tmp_path, as_rank):
+def test_unwritable_folder_delays_a_warning(tmp_path, as_rank):
     as_rank(0)
     run_warnings.warn_into(tmp_path / "later" / "warnings-00000.jsonl", 0)
     warn("first")

@@ -171,7 +171,7 @@ def test_what_leaves_the_numbers_alone_is_taken(make_run, begun, asked):
         ([], "run.dir=/tmp/other", "the run is its folder"),
     ],
 )
-def test_what_would_change_the_numbers_is_refused_with_the_reason(make_run, begun, asked, said):
+def test_changes_of_the_numbers_are_refused(make_run, begun, asked, said):
     run = make_run(*begun)
     before = run.config.read_text()
     with pytest.raises(ConfigError, match=re.escape(said)):

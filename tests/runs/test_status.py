@@ -228,7 +228,7 @@ def test_a_file_that_cannot_be_read_for_a_moment_is_read_again(
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"kind": "slurm"}', '{"elements": {"..": "1"}}'])
-def test_status_of_a_damaged_submission_file_says_only_what_is_known(tmp_path, content):
+def test_status_of_a_damaged_submission_file(tmp_path, content):
     run = make_run(tmp_path / "sweep" / "3", cluster="slurm")
     RunDir(tmp_path / "sweep").submitting.write_text(content)
     said, unknown = resolve_submissions([run])

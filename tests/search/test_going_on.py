@@ -168,7 +168,7 @@ def test_another_search_is_refused_in_the_same_folder(tmp_path):
             run_to_end(search_of(*kept[:-2], other, *kept[-2:]))
 
 
-def test_a_resume_warns_of_trials_in_progress_that_cannot_take_what_is_given(tmp_path):
+def test_resume_warns_of_trials_in_progress(tmp_path):
     class Left(AtOnce):
         def follow(self, task):
             self.running.append(task)

@@ -12,6 +12,7 @@ from orchestrator.search.method import require_optuna
 from orchestrator.search.search import Search
 from orchestrator.search.space import space_of
 from tests.helpers import TINY
+from tests.refusals import refused
 from tests.search.helpers import search_of
 
 pytestmark = pytest.mark.whole_runs
@@ -58,29 +59,29 @@ def test_alternatives_are_drawn_in_the_words_of_the_line():
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
+    ("text", "names"),
     [
-        ("a=interval(2,1)", r"lower end, 2, is above its upper end, 1; .* interval\(1,2\)"),
-        ("a=interval(1,1)", "its lower end and its upper end are both 1"),
-        ("a=int(interval(1.2,1.9))", "its lower end and its upper end are both 1"),
+        ("a=interval(2,1)", "2 1 interval(1,2)"),
+        ("a=interval(1,1)", "both 1"),
+        ("a=int(interval(1.2,1.9))", "both 1"),
         ("a=interval(-inf,1)", "finite"),
         ("a=interval(0,nan)", "finite"),
-        ("a=tag(log,interval(0,1))", "not above 0"),
-        ("a=tag(log,range(1,9))", r"interval\(…\) alone"),
+        ("a=tag(log,interval(0,1))", "0"),
+        ("a=tag(log,range(1,9))", "interval(…)"),
         ("a=tag(fast,interval(1,2))", "tag fast"),
         ("a=shuffle(1,2,3)", "shuffled"),
         ("a=shuffle(range(1,4))", "shuffled"),
-        ("a=range(3,1)", "no value"),
-        ("a=range(1,3,0)", "cannot be drawn"),
-        ("~a=1,2", "takes a key away"),
-        ("run.name=a,b", "tells no trial from another"),
-        ("a=3", r"'interval\(0.001,0.1\)'"),
+        ("a=range(3,1)", "value"),
+        ("a=range(1,3,0)", "drawn"),
+        ("~a=1,2", "key"),
+        ("run.name=a,b", "run.name trial"),
+        ("a=3", "'interval(0.001,0.1)'"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused_in_a_sentence(text, why):
-    with pytest.raises(ConfigError, match=why) as refused:
+def test_what_cannot_be_drawn_is_refused(text, names):
+    with refused(ConfigError, names) as caught:
         space(text)
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_key_is_chosen_once():
@@ -147,12 +148,12 @@ def test_what_cannot_be_searched_is_refused(line, why):
     "stated", ["objective=seconds", "trials=3", "seed=2", "direction=maximize", "prune=median"]
 )
 def test_what_a_search_has_is_refused_without_one(stated):
-    with pytest.raises(ConfigError, match=r"has no effect without a search"):
+    with refused(ConfigError, f"sweep.{stated.partition('=')[0]} sweep.search=tpe"):
         compose([TINY, f"sweep.{stated}"])
 
 
 def test_a_search_needs_a_sweep_and_is_the_only_one():
-    with pytest.raises(ConfigError, match="so it needs -m"):
+    with refused(ConfigError, "sweep.search -m"):
         compose([TINY, "sweep.search=tpe", "sweep.trials=3"])
     with pytest.raises(ConfigError, match="means nothing here"):
         search_of(TINY, LR, "sweep.search=tpe", "sweep.trials=3", "hydra.sweeper._target_=a.B")

@@ -96,7 +96,7 @@ def test_a_hopeless_trial_is_stopped_and_stays_pruned_when_the_search_goes_on(tm
     assert line["config_dir"] == str(tmp_path / "own"), "as it was meant where it was typed"
 
 
-def test_a_figure_that_the_job_does_not_evaluate_is_refused_at_its_first_evaluation(tmp_path):
+def test_unknown_figure_is_refused_at_the_first_evaluation(tmp_path):
     space = ("-m", "job=digits", "schedule.base_lr=0.1,0.2,0.3", "sweep.search=grid")
     more = (
         "cluster.nodes=1",

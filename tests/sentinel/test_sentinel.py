@@ -73,7 +73,7 @@ def test_all_leaves_of_a_rank_are_chosen_in_time():
 
 @pytest.mark.parametrize("wrong", range(4))
 @pytest.mark.parametrize("shift", [1, 2, 3])
-def test_a_rank_that_errs_in_all_it_computes_is_named_in_any_check(wrong, shift):
+def test_rank_that_always_errs_is_found_by_any_check(wrong, shift):
     own = [10 + rank + 100 * (rank == wrong) for rank in range(4)]
     checked = [10 + (rank - shift) % 4 + 100 * (rank == wrong) for rank in range(4)]
     differing = differing_owners(own, checked, shift)
@@ -88,7 +88,7 @@ def test_a_rank_that_errs_in_all_it_computes_is_named_in_any_check(wrong, shift)
 
 
 @pytest.mark.parametrize("wrong", range(3))
-def test_a_rank_that_computes_wrongly_is_named_within_the_interval(tmp_path, wrong):
+def test_wrong_rank_is_found_within_the_interval(tmp_path, wrong):
     run = tmp_path / "run"
     train(run, "Wrong", 3, f"+job.rank={wrong}", "+job.since=2", f"{EVERY}=4")
     sentence = (

@@ -221,9 +221,7 @@ def unread(request, project, tmp_path, monkeypatch):
     return "gave no answer"
 
 
-def test_a_repository_that_git_does_not_read_is_not_copied_and_the_reason_is_kept(
-    unread, project, tmp_path
-):
+def test_unreadable_repository_is_not_copied(unread, project, tmp_path):
     with pytest.raises(RunFolderError, match=r"set run\.snapshot=false") as refused:
         taken(tmp_path)
     assert unread in str(refused.value)

@@ -139,7 +139,7 @@ def test_what_happened_to_a_point_decides_what_is_done_with_it_and_with_no_other
     assert {path.name for path in (sweep.folder / REPLACED).iterdir()} == kept
 
 
-def test_code_and_data_that_changed_are_named_and_run_again_if_that_is_accepted(sweep):
+def test_changed_code_and_data_run_again_if_accepted(sweep):
     (sweep.code / "another.py").write_text("import cells_job\n")  # which the job does not import
     assert {task.why for task in sweep.tasks()} == {"finished"}
     (sweep.data / "samples").write_text("4")

@@ -120,7 +120,7 @@ def test_a_callback_of_a_package_sees_the_loop_of_a_program(tmp_path, where):
     check(run, "NoneType")
 
 
-def test_a_name_that_no_package_registers_is_refused_before_the_start():
+def test_unregistered_name_is_refused():
     done = call(TINY, "run.callbacks=[wach]", "--cfg", "job", code=2)
     assert "run.callbacks must be one of" in done.stderr
     with pytest.raises(ConfigError, match=r"run\.callbacks must be one of"):

@@ -6,6 +6,7 @@ from orchestrator.plugins import COMMANDS
 from tests.helpers import ROOT, verb
 
 GREET = '''
+from pathlib import Path
 from typing import Annotated
 import typer
 from orchestrator.commands.interface import command, program_of
@@ -21,6 +22,11 @@ def greet(name: Annotated[str, typer.Argument(help="To greet.")], loud: bool = F
 def echo(context: typer.Context) -> None:
     """Print a program."""
     print(program_of(context))
+
+@command("show FILE")
+def show(file: Path) -> None:
+    """Print a file."""
+    print(file.read_text())
 '''
 
 
@@ -48,6 +54,15 @@ def test_a_command_of_a_package_has_an_example_and_takes_a_program(package):
     assert printed == "['--', 'train.py', '--version', '--help']\n"
 
 
+def test_a_command_of_a_package_shows_a_traceback_if_asked(package):
+    where = package(GREET, "show = greeter:show")
+    message = "error: nowhere: No such file or directory\n"
+    assert verb("show", "nowhere", code=2, **where).stderr == message
+    shown = verb("show", "-v", "nowhere", code=2, **where).stderr
+    assert shown.startswith("Traceback")
+    assert shown.endswith(message)
+
+
 def test_a_command_of_a_package_is_listed_with_ours_and_runs(package):
     where = package(GREET, "greet = greeter:greet", "plan = greeter:greet")
     listed = verb("--help", code=0, **where).stdout
@@ -60,7 +75,7 @@ def test_a_command_of_a_package_is_listed_with_ours_and_runs(package):
     assert "'greet'" in verb("gret", code=2, **where).stderr, "the nearest name"
 
 
-def test_a_command_that_cannot_be_imported_is_named_with_its_package(package):
+def test_unimportable_command_is_refused(package):
     where = package("raise ValueError('broken')", "greet = greeter:greet")
     sentence = "command=greet: greeter:greet of greeter 1.2 cannot be imported: ValueError: broken"
     assert verb("greet", "ann", code=2, **where).stderr == f"error: {sentence}\n"
@@ -69,7 +84,7 @@ def test_a_command_that_cannot_be_imported_is_named_with_its_package(package):
     assert "resume" in listed.stdout
 
 
-def test_a_command_of_two_packages_is_refused_with_both(package):
+def test_command_of_two_packages_is_refused(package):
     package(GREET, "greet = greeter:greet")
     where = package(GREET, "greet = waver:greet", name="waver")
     said = verb("greet", "ann", code=2, **where).stderr

@@ -21,6 +21,7 @@ from orchestrator.plugins import (
 from orchestrator.rundir.folder import RunDir
 from orchestrator.trainer.recorder import Scalars
 from tests.helpers import ROOT, TINY, call
+from tests.refusals import refused
 
 BASES = {
     CLUSTERS.group: "orchestrator.clusters.api.Cluster",
@@ -75,38 +76,36 @@ def test_a_cluster_is_found_by_its_name_with_its_own_options(registered):
 
 
 @pytest.mark.parametrize(
-    ("source", "words"),
+    ("source", "names"),
     [
-        ("Other = 1", "theirs:Theirs of theirs 1.2 cannot be imported: AttributeError"),
-        ("raise ValueError('broken')", "cannot be imported: ValueError: broken"),
-        ("exit(3)", "cannot be imported: SystemExit"),
-        ("class Theirs(Cluster): pass", "theirs:Theirs of theirs 1.2 has no submit"),
-        ("class Theirs: pass", "is no subclass of orchestrator.clusters.api.Cluster"),
-        (f"{SUBMITS}    def __init__(self, *_): raise KeyError('A')", "failed at its start: KeyE"),
+        ("Other = 1", "AttributeError"),
+        ("raise ValueError('broken')", "ValueError broken"),
+        ("exit(3)", "SystemExit"),
+        ("class Theirs(Cluster): pass", "submit"),
+        ("class Theirs: pass", "orchestrator.clusters.api.Cluster"),
+        (f"{SUBMITS}    def __init__(self, *_): raise KeyError('A')", "KeyError"),
     ],
 )
-def test_a_class_that_cannot_be_used_is_named_with_its_package(registered, source, words):
+def test_unusable_class_is_refused(registered, source, names):
     registered(CLUSTERS, source)
-    with pytest.raises(ConfigError) as caught:
+    with refused(ConfigError, f"cluster.kind=theirs theirs:Theirs 1.2 {names}") as caught:
         cluster_of(compose([TINY, "cluster.kind=theirs"]))
-    assert str(caught.value).startswith("cluster.kind=theirs: ")
-    assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "names"),
     [
-        ("cluster.options.hots=[a]", "no key 'cluster.options.hots'; did you mean 'hosts'?"),
-        ("cluster.options.port=22", "cluster.options.hosts has to be set"),
-        ("cluster.options.hosts=[a] cluster.options.port=here", "cluster.options.port: "),
-        ("run.survive=true", "run.survive=true is not available on a theirs cluster"),
-        ("cluster.partition=gpu", "cluster.partition means nothing on a theirs cluster"),
+        ("cluster.options.hots=[a]", "cluster.options.hots hosts"),
+        ("cluster.options.port=22", "cluster.options.hosts"),
+        ("cluster.options.hosts=[a] cluster.options.port=here", "cluster.options.port"),
+        ("run.survive=true", "run.survive=true theirs"),
+        ("cluster.partition=gpu", "cluster.partition theirs"),
     ],
 )
-def test_keys_are_what_the_class_says_it_has(registered, options, words):
+def test_keys_are_what_the_class_says_it_has(registered, options, names):
     registered(CLUSTERS, OPTIONS)
-    with pytest.raises(ConfigError, match=re.escape(words)):
+    with refused(ConfigError, names):
         cluster_of(compose([TINY, "cluster.kind=theirs", *options.split()]))
 
 
@@ -120,11 +119,11 @@ def test_a_cluster_that_supports_survival_may_have_it(registered):
 def test_a_name_belongs_to_one_package_and_never_one_of_ours(registered):
     registered(CLUSTERS, SUBMITS)
     registered(CLUSTERS, SUBMITS, package="another")
-    with pytest.raises(ConfigError, match=r"registered by another 1\.2 and theirs 1\.2; uninstall"):
+    with refused(ConfigError, "cluster.kind=theirs another theirs 1.2"):
         compose([TINY, "cluster.kind=theirs"])
     registered(CLUSTERS, SUBMITS, name="slurm")
     assert type(cluster_of(compose([TINY, "cluster=slurm"]))).__name__ == "SlurmCluster"
-    with pytest.raises(ConfigError, match="comes with a package that registers it in"):
+    with refused(ConfigError, "cluster.kind zzzz"):
         compose([TINY, "cluster.kind=zzzz"])
 
 
@@ -154,7 +153,7 @@ METHODS = "".join(
 )
 
 
-def test_a_framework_or_tracker_that_fails_at_its_start_is_named(registered, tmp_path):
+def test_framework_or_tracker_that_fails_at_start(registered, tmp_path):
     registered(FRAMEWORKS, f"class Theirs(Framework):\n{METHODS}{INIT}")
     with pytest.raises(ConfigError) as caught:
         FRAMEWORKS.make("theirs", Framework)
@@ -165,7 +164,7 @@ def test_a_framework_or_tracker_that_fails_at_its_start_is_named(registered, tmp
     assert str(caught.value).startswith(f"tracker.kind=theirs: theirs:Theirs of theirs 1.2 {FAILS}")
 
 
-def test_facts_that_cannot_be_used_are_named_and_none_are_needed(registered):
+def test_unusable_facts_are_reported(registered):
     registered(FRAMEWORK_FACTS, "raise ValueError('broken')")
     with pytest.raises(ConfigError) as caught:
         facts_of("theirs")
@@ -174,7 +173,7 @@ def test_facts_that_cannot_be_used_are_named_and_none_are_needed(registered):
     assert facts_of("another").cpu_transport == "gloo"
 
 
-def test_a_cluster_that_calls_an_untrained_run_finished_is_not_believed(registered, tmp_path):
+def test_untrained_run_does_not_count_as_finished(registered, tmp_path):
     folder = registered(
         CLUSTERS,
         "from orchestrator.clusters.api import Handle, State\n"

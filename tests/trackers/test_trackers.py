@@ -20,13 +20,13 @@ pytestmark = pytest.mark.whole_runs
 
 
 @pytest.mark.parametrize("kind", ["mlflow", "wandb"])
-def test_without_its_package_a_tracker_is_refused_with_what_to_install(kind, monkeypatch):
+def test_tracker_without_its_package_is_refused(kind, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"pip install [\w-]+, or tracker"):
         check_tracker(kind)
 
 
-def test_an_option_that_mlflow_does_not_have_is_refused_before_the_run():
+def test_unknown_mlflow_option_is_refused():
     config = compose(["tracker=mlflow", "tracker.options.urii=x"])
     with pytest.raises(ConfigError, match=r"there is no key 'tracker\.options"):
         prepare(config)

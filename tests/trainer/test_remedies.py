@@ -71,7 +71,7 @@ def test_calls_of_torch_leave_the_job_s_line_at_the_end_of_the_log():
     assert after.rstrip().endswith("RuntimeError: the job's own")
 
 
-def test_mindspore_s_words_for_two_number_formats_get_the_advice():
+def test_mindspore_errors_of_two_number_formats():
     same = "For 'MatMul', the type of 'x2' should be same as 'x1', but got 'x1' with type "
     both = TypeError(f"{same}Tensor[Float16] and 'x2' with type Tensor[Float32].")
     assert "mindspore.float32" in describe(both)

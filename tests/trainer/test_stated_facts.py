@@ -1,7 +1,6 @@
 """Facts and code that ranks compare before they train."""
 
 import importlib
-import re
 import sys
 
 import pytest
@@ -11,6 +10,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.trainer.same_inputs import compare_facts
 from orchestrator.trainer.survival import modules_of
 from tests.plan.stated import make_plan
+from tests.refusals import refused
 
 
 def _compare(facts, ranks=2, **more):
@@ -22,17 +22,21 @@ def _compare(facts, ranks=2, **more):
 
 
 @pytest.mark.parametrize(
-    ("facts", "more", "message"),
+    ("facts", "more", "names"),
     [
-        ({"dataset_samples": 500}, {}, "facts.dataset_samples=500, but the data set has 1000"),
-        ({"dataset_samples": 500}, {"epochs": 2}, "had updates 10, not 20"),
-        ({"dataset_samples": 90}, {"updates": 4}, "samples_per_rank (45, 45), not (50, 50)"),
-        ({"parameters": 900}, {}, "had collectives_per_update 1, not 2"),
-        ({"parameters": 900, "dataset_samples": 7}, {}, "set facts.parameters=2000000 facts.data"),
+        ({"dataset_samples": 500}, {}, "facts.dataset_samples=500 1000"),
+        ({"dataset_samples": 500}, {"epochs": 2}, "updates 10 20"),
+        ({"dataset_samples": 90}, {"updates": 4}, "samples_per_rank (45, 45) (50, 50)"),
+        ({"parameters": 900}, {}, "collectives_per_update 1 2"),
+        (
+            {"parameters": 900, "dataset_samples": 7},
+            {},
+            "facts.parameters=2000000 facts.dataset_samples=1000",
+        ),
     ],
 )
-def test_a_wrong_fact_that_changes_the_plan_is_refused_with_both_numbers(facts, more, message):
-    with pytest.raises(ConfigError, match=re.escape(message)):
+def test_wrong_fact_that_changes_the_plan_is_refused(facts, more, names):
+    with refused(ConfigError, names):
         _compare(facts, **more)
 
 

@@ -461,7 +461,7 @@ def _preamble(config: Config) -> Iterator[str]:
 def _srun(config: Config, host: SubmitHost, run: RunDir, shape: Sequence[str]) -> list[list[str]]:
     """Return srun and the ranks' program, the arguments of a line each."""
     cluster = config.cluster
-    containers, python = _launcher(cluster, host, run)
+    containers, python = _container(cluster, host, run)
     flags = {"mpi": "none", **cluster.srun_flags}
     if cluster.container_runtime == "pyxis":
         flags.pop(MOUNTS, None)  # joined with ours: of an option given twice one may be lost
@@ -491,7 +491,9 @@ def _srun(config: Config, host: SubmitHost, run: RunDir, shape: Sequence[str]) -
     ]
 
 
-def _launcher(cluster: ClusterConfig, host: SubmitHost, run: RunDir) -> tuple[list[str], list[str]]:
+def _container(
+    cluster: ClusterConfig, host: SubmitHost, run: RunDir
+) -> tuple[list[str], list[str]]:
     """Return (srun's options, the command before the starter) for a container, or for none."""
     folders = {run.path, host.folder, *host.path, *([host.code] if host.code else [])}
     inner = {f for f in folders if any(f != other and f.is_relative_to(other) for other in folders)}

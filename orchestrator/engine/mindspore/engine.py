@@ -386,13 +386,13 @@ class MindSporeEngine(Engine):
     def evaluate(self) -> dict[str, float]:
         seed_before = ms.get_seed()
         with self._in_evaluation(), kept_generators():
-            # The same numbers in each, as in `validate`.
+            # The same numbers in each, as in `evaluate_held_out`.
             seed_everything(derived_seed("evaluation", self._settings.seed))
             figures = getattr(self._job, "evaluate", lambda _: {})(self._model)
             ms.set_seed(seed_before)
         return checked_figures(figures, self._job)
 
-    def validate(
+    def evaluate_held_out(
         self,
         data: HeldOutData,
         share: HeldOutShare,

@@ -521,11 +521,11 @@ class TorchEngine(Engine):
             "would differ: evaluate a copy, as of copy.deepcopy(model)"
         )
         with kept_random_state(), self._evaluation(changed):
-            self._seed("evaluation")  # the same numbers in each, as in `validate`
+            self._seed("evaluation")  # the same numbers in each, as in `evaluate_held_out`
             figures = getattr(self._job, "evaluate", lambda _: {})(self.model)
         return checked_figures(figures, self._job)
 
-    def validate(
+    def evaluate_held_out(
         self,
         data: HeldOutData,
         share: HeldOutShare,

@@ -34,7 +34,7 @@ from orchestrator.errors import (
     TransportError,
 )
 from orchestrator.runs.start import prepare
-from tests.engine.held_out import validate
+from tests.engine.held_out import evaluate_held_out
 from tests.engine.mindspore import jobs
 from tests.engine.mindspore.program import RATE, _distance
 from tests.engine.windows import make_window, run
@@ -138,9 +138,11 @@ def test_an_evaluation_leaves_no_trace_and_drops_nothing(mode):
     trained = engine.weights_sha256()
     modes = [cell.training for _, cell in engine._model.cells_and_names()]
     data = HeldOutData({"a": job.dataset(), "b": job.dataset()[:7]})
-    first, again = (validate(engine, alone(), data, size=9).figures for _ in range(2))
+    first, again = (evaluate_held_out(engine, alone(), data, size=9).figures for _ in range(2))
     assert first == again
-    assert validate(engine, alone(), data, size=61).figures == pytest.approx(first, rel=1e-6)
+    assert evaluate_held_out(engine, alone(), data, size=61).figures == pytest.approx(
+        first, rel=1e-6
+    )
     assert (random.getstate(), repr(np.random.get_state()), ms.get_seed()) == before
     assert engine.weights_sha256() == trained
     assert [cell.training for _, cell in engine._model.cells_and_names()] == modes
@@ -319,7 +321,7 @@ def test_random_numbers_of_a_loss_do_not_pass_for_a_gradient_that_was_cut():
         assert update(built(Noisy(), mode="jit"), [31, 30]).plain_step_s == 0
 
 
-def test_dropout_of_attention_is_compared_with_nothing_and_warned_of():
+def test_dropout_of_attention_is_warned_of():
     engine = built(jobs.AttentionDropout(), mode="jit")
     assert any("dropout in attention" in warning for warning in engine.warnings())
     with pytest.warns(UserWarning, match="a resumed run draws other numbers"):

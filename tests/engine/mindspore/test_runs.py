@@ -23,7 +23,7 @@ from tests import helpers
 from tests.docs.printed import typed
 from tests.docs.scripts import script as page_script
 from tests.docs.scripts import shell_block
-from tests.engine.held_out import validate
+from tests.engine.held_out import evaluate_held_out
 from tests.engine.mindspore.jobs import HeldOut
 from tests.hold import Hold
 from tests.programs import script
@@ -74,7 +74,7 @@ def test_ranks_evaluate_together_with_the_statistics_of_rank_0(tmp_path):
     engine = build_engine(job, EngineSettings(metric_names=job.metric_names), group)
     checkpoint = max((run / "checkpoints").iterdir())
     engine.load_weights(checkpoint / WEIGHTS)  # with the statistics of rank 0
-    report = validate(engine, group, HeldOutData({"": job.validation()}), size=8)
+    report = evaluate_held_out(engine, group, HeldOutData({"": job.validation()}), size=8)
     assert helpers.result(run)["metrics"] == report.figures
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     [collectives] = [line["collectives"] for line in lines if "evaluation" in line]
@@ -248,7 +248,7 @@ def scheduler_of(run):
     return next(c.pid for c in children if "scheduler_process.py" in " ".join(c.cmdline()))
 
 
-def test_a_killed_scheduler_is_named_and_the_next_attempt_trains_to_the_end(tmp_path):
+def test_killed_scheduler_is_reported_and_the_run_restarts(tmp_path):
     """tests/slurm kills a rank, and compares the bits."""
     run, hold = tmp_path / "run", Hold(tmp_path / "hold").hold_before(59)
     held = (SLOW, "job.pause_s=0.02", hold.override)

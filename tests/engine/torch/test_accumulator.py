@@ -2,7 +2,6 @@
 
 import gc
 import math
-import re
 import warnings
 import weakref
 from functools import partial
@@ -18,6 +17,7 @@ from orchestrator.errors import ConfigError, JobError, NonFiniteError, SilenceEr
 from orchestrator.local_ranks.threads import run_in_threads
 from orchestrator.plan.wire import Wire
 from tests.engine.torch.jobs import numbers_of, sgd_accumulator
+from tests.refusals import refused
 
 WIDTH = 6
 
@@ -126,44 +126,44 @@ def test_a_gradient_that_is_not_finite_stops_all_ranks_naming_parameters(shard):
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "names"),
     [
-        (lambda rows: None, "must return Loss(total, weight), but returned NoneType"),
-        (lambda rows: rows.sum(), "but returned a plain tensor"),
-        (lambda rows: Loss(rows, 2), "but is a torch.float32 tensor of shape (2, 1)"),
-        (lambda rows: Loss(1.0, 2), "but is the number 1.0: leave out .item()"),
-        (lambda rows: Loss(rows.sum().detach(), 2, {"right": 1}), "has no graph"),
-        (lambda rows: Loss(rows.sum(), None), "Loss.weight must be a real number"),
-        (lambda rows: Loss(rows.sum(), 2, None), "Loss.metrics must be a dictionary"),
-        (lambda rows: Loss(rows.sum(), 2, {"right": "x"}), "Loss.metrics['right'] must be a real"),
-        (lambda rows: Loss(rows.sum(), 2, {"rigt": 1}), "did you mean 'right'"),
-        (lambda rows: Loss(rows.sum(), 2), "lacks 'right'"),
+        (lambda rows: None, "Loss(total, weight) NoneType"),
+        (lambda rows: rows.sum(), "Loss(total, weight) tensor"),
+        (lambda rows: Loss(rows, 2), "torch.float32 (2, 1)"),
+        (lambda rows: Loss(1.0, 2), "1.0 .item()"),
+        (lambda rows: Loss(rows.sum().detach(), 2, {"right": 1}), "graph"),
+        (lambda rows: Loss(rows.sum(), None), "Loss.weight"),
+        (lambda rows: Loss(rows.sum(), 2, None), "Loss.metrics"),
+        (lambda rows: Loss(rows.sum(), 2, {"right": "x"}), "Loss.metrics['right']"),
+        (lambda rows: Loss(rows.sum(), 2, {"rigt": 1}), "'rigt' 'right'"),
+        (lambda rows: Loss(rows.sum(), 2), "'right'"),
     ],
 )
-def test_a_loss_that_breaks_the_contract_is_refused(make, message):
+def test_a_loss_that_breaks_the_contract_is_refused(make, names):
     ours, model = _accumulator(metric_names=("right",))
-    with pytest.raises(JobError, match=re.escape(message)):
+    with refused(JobError, names):
         ours.backward(make(model(torch.ones(2, WIDTH))))
 
 
 def test_a_model_without_anything_to_train_is_refused():
     model = _model().requires_grad_(requires_grad=False)
-    with pytest.raises(JobError, match="no parameter to train"):
+    with refused(JobError, "parameter"):
         _accumulator(model=model)
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "names"),
     [
-        ({"clip_norm": 0.0}, "clip_norm must be a number above 0"),
-        ({"bucket_bytes": 2}, "a bucket of 2 bytes holds no number"),
-        ({"on_non_finite": "ignore"}, "must be stop or skip"),
-        ({"precision": "bfloat61"}, "no train.precision=bfloat61; did you mean 'bfloat16'"),
-        ({"reduction": "reproducable"}, "did you mean 'reproducible'"),
+        ({"clip_norm": 0.0}, "clip_norm 0"),
+        ({"bucket_bytes": 2}, "bucket 2"),
+        ({"on_non_finite": "ignore"}, "stop skip"),
+        ({"precision": "bfloat61"}, "train.precision=bfloat61 bfloat16"),
+        ({"reduction": "reproducable"}, "reproducible"),
     ],
 )
-def test_settings_that_cannot_be_used_are_refused(settings, message):
-    with pytest.raises(ConfigError, match=message):
+def test_settings_that_cannot_be_used_are_refused(settings, names):
+    with refused(ConfigError, names):
         _accumulator(**settings)
 
 
@@ -277,7 +277,7 @@ def test_buckets_leave_during_the_last_backward_and_not_before():
         assert 0 < sent[2] < whole
 
 
-def test_batch_norm_is_warned_of_once_in_the_line_that_begins_a_window():
+def test_batch_norm_is_warned_of_once():
     ours, model = _accumulator(model=_model(nn.BatchNorm1d(1)))
     for update in range(2):
         with warnings.catch_warnings(record=True) as found:
@@ -456,7 +456,7 @@ def test_an_optimizer_may_have_no_learning_rate():
 
 def test_ranks_that_do_not_all_broadcast_are_told_so():
     def build(group):
-        with pytest.raises(JobError, match="first in the accumulator's broadcast: it is True"):
+        with refused(JobError, "broadcast True"):
             _accumulator(group, broadcast=group.rank == 2)
 
     run_in_threads(3, build)

@@ -84,7 +84,7 @@ CASES = {
 @pytest.mark.parametrize(
     ("case", "broadcast"), [*((case, False) for case in CASES), ("a shape", True)]
 )
-def test_differences_are_named_in_the_same_words_on_all_ranks(case, broadcast):
+def test_differences_are_the_same_message_on_all_ranks(case, broadcast):
     change, build, settings, named = CASES[case]
 
     def be(group):

@@ -21,6 +21,7 @@ from orchestrator.local_ranks.threads import run_in_threads
 from orchestrator.plan.split import assign, assign_leaves
 from tests.engine.torch.jobs import SAMPLES, Curve, engine_of, numbers_of
 from tests.engine.windows import make_window, run, window_of
+from tests.refusals import refused
 
 
 def _train(split, job=None, **settings):
@@ -133,7 +134,7 @@ class Evaluating(Curve):
 
 
 def test_a_loss_that_leaves_the_model_in_evaluation_mode_is_refused():
-    with pytest.raises(JobError, match=r"Evaluating\.loss\(\) or after_update\(\) has called"):
+    with refused(JobError, "Evaluating.loss() model.eval() model.train()"):
         _train(assign([15, 14], cap=8), Evaluating())
 
 
@@ -246,20 +247,20 @@ class Of(Curve):
 
 
 @pytest.mark.parametrize(
-    ("job", "settings", "kind", "message"),
+    ("job", "settings", "kind", "names"),
     [
-        (Of(lambda: Unsaved(4, 1)), {}, JobError, "holds a set, which cannot be saved"),
-        (Of(with_edges), {}, JobError, "edges is stored as torch.sparse_coo, .*=False"),
-        (Of(lambda: nn.LazyLinear(1)), {}, ConfigError, "weight has no shape yet, .*: call the"),
-        (Of(lambda: nn.Linear(4, 1, device="meta")), {}, ConfigError, "weight is on the meta dev"),
-        (Of(lambda: "a model"), {}, JobError, r"must give a torch\.nn\.Module, but gives str"),
-        (NoTorchOptimizer(), {"optimizer": {}}, ConfigError, r"Optimizer\.optimizer gives a str"),
-        (OwnOptimizer(), {"optimizer": {"name": "adam"}}, ConfigError, "add optimizer=null"),
-        (Curve(), {"optimizer": {}}, ConfigError, "try optimizer=adam"),
+        (Of(lambda: Unsaved(4, 1)), {}, JobError, "set"),
+        (Of(with_edges), {}, JobError, "edges torch.sparse_coo"),
+        (Of(lambda: nn.LazyLinear(1)), {}, ConfigError, "weight shape"),
+        (Of(lambda: nn.Linear(4, 1, device="meta")), {}, ConfigError, "weight meta"),
+        (Of(lambda: "a model"), {}, JobError, "torch.nn.Module str"),
+        (NoTorchOptimizer(), {"optimizer": {}}, ConfigError, "NoTorchOptimizer.optimizer str"),
+        (OwnOptimizer(), {"optimizer": {"name": "adam"}}, ConfigError, "optimizer=null"),
+        (Curve(), {"optimizer": {}}, ConfigError, "optimizer=adam"),
     ],
 )
-def test_jobs_and_settings_that_cannot_be_used_are_refused(job, settings, kind, message):
-    with pytest.raises(kind, match=message):
+def test_jobs_and_settings_that_cannot_be_used_are_refused(job, settings, kind, names):
+    with refused(kind, names):
         engine_of(job, **settings)
 
 

@@ -247,7 +247,7 @@ def _disagreeing(group, folder, what):
     return None
 
 
-def test_every_rank_is_told_that_copies_or_settings_differ_and_where(ranks):
+def test_differing_copies_or_settings_fail_every_rank(ranks):
     start, decay, later = zip(*(rank["disagreeing"] for rank in ranks), strict=True)
     for text, _ in start[1::2]:
         assert "rank 3 differs" in text

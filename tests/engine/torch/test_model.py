@@ -51,7 +51,7 @@ class Pictures(Job):
         ("layer", True, "batch norm in 1, 5 was replaced by layer norm"),
     ],
 )
-def test_other_norms_give_one_update_for_any_split_and_layers_are_named(norm, exact, words):
+def test_other_norms_give_one_update_for_any_split(norm, exact, words):
     given = {"samples": 12, "updates": 2, "norm": norm}
     [(alone, _, engine)] = train(Pictures(), 1, cap=12, **given)
     [warning] = engine.warnings()

@@ -8,6 +8,7 @@ from orchestrator.engine.torch.model import build_optimizer, learning_rate_of
 from orchestrator.errors import ConfigError, JobError
 from tests.engine.torch.jobs import SAMPLES, Curve, engine_of
 from tests.engine.windows import make_window, run
+from tests.refusals import refused
 
 MODEL = nn.Linear(2, 2)
 
@@ -34,20 +35,20 @@ def test_optimizers_are_built_by_name_or_dotted_name(settings, kind):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "names"),
     [
-        ({"name": "sgd", "momentun": 0.9}, "cannot be built: .* argument 'momentun'"),
-        ({"name": "adam", "betas": [2.0, 0.9]}, "cannot be built: Invalid beta"),
-        ({"_target_": "torch.optim.AdmW"}, "AdmW: module 'torch.optim' has no attribute"),
-        ({"_target_": "nowhere.Adam"}, "No module named 'nowhere'"),
-        ({"_target_": "builtins.print"}, "cannot be built"),
-        ({"_target_": "tests.engine.torch.test_optimizers.names"}, "gives a dict, not a torch"),
-        ({"_target_": "torch.optim.LBFGS"}, "needs a closure"),
-        ({"_target_": "torch.optim.SparseAdam"}, "takes sparse gradients only"),
+        ({"name": "sgd", "momentun": 0.9}, "momentun"),
+        ({"name": "adam", "betas": [2.0, 0.9]}, "Invalid beta"),
+        ({"_target_": "torch.optim.AdmW"}, "torch.optim.AdmW"),
+        ({"_target_": "nowhere.Adam"}, "'nowhere'"),
+        ({"_target_": "builtins.print"}, "builtins.print"),
+        ({"_target_": "tests.engine.torch.test_optimizers.names"}, "dict"),
+        ({"_target_": "torch.optim.LBFGS"}, "closure"),
+        ({"_target_": "torch.optim.SparseAdam"}, "sparse"),
     ],
 )
-def test_misspelled_or_unusable_settings_are_refused(settings, message):
-    with pytest.raises(ConfigError, match=message):
+def test_misspelled_or_unusable_settings_are_refused(settings, names):
+    with refused(ConfigError, names):
         build_optimizer(MODEL, settings)
 
 
@@ -159,7 +160,7 @@ def _trained(job):
 
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize(("change", "message"), CHANGES)
-def test_a_change_behind_the_engines_back_is_refused_with_its_moment(change, message, moment):
+def test_change_behind_the_engines_back_is_refused(change, message, moment):
     with pytest.raises(JobError) as refused:
         _trained(Schedules(moment, change))
     assert message in str(refused.value)
@@ -167,7 +168,7 @@ def test_a_change_behind_the_engines_back_is_refused_with_its_moment(change, mes
 
 
 def test_a_scheduler_on_the_optimizer_is_refused_before_training():
-    with pytest.raises(JobError, match=r"Schedules\.optimizer has a learning-rate scheduler"):
+    with refused(JobError, "Schedules.optimizer scheduler"):
         _trained(Schedules("never", None, scheduled=True))
 
 

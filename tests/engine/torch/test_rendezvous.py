@@ -20,9 +20,10 @@ from torch.torch_version import TorchVersion
 from orchestrator.engine.torch import form_group, rendezvous
 from orchestrator.engine.torch.rendezvous import SecretStore, rendezvous_file
 from orchestrator.engine.torch.transports import RankCapabilities, choose, read_capabilities
-from orchestrator.errors import RendezvousError, StopRequested, TransportError
+from orchestrator.errors import RanksMissing, RendezvousError, StopRequested, TransportError
 from orchestrator.local_ranks.processes import run_ranks, spec
 from orchestrator.rundir.files import write_atomically
+from tests.refusals import refused
 
 
 def _listening(group):
@@ -75,8 +76,8 @@ def test_missing_ranks_are_named_on_every_rank(tmp_path):
     assert said == {"RanksMissing('ranks 1, 3-4 of 5 did not come within 1 s')"}
 
 
-def test_a_rank_without_rank_0_says_so(tmp_path):
-    with pytest.raises(RendezvousError, match=r"rank 1 on node1 .* rank 0, which never published"):
+def test_rank_without_rank_0_is_refused(tmp_path):
+    with refused(RanksMissing, "rank 1 node1 0"):
         form_group(spec(1, 2, tmp_path, timeout_s=0.3))
 
 
@@ -192,52 +193,51 @@ def test_nccl_is_chosen_only_where_every_rank_has_a_gpu_of_its_own():
 
 
 @pytest.mark.parametrize(
-    ("ranks", "message"),
+    ("ranks", "names"),
     [
-        (_ranks("auto", ["a", ""]), r"rank 1 on n has no GPU that torch can use"),
+        (_ranks("auto", ["a", ""]), "rank 1 n GPU"),
         (
             [replace(one, device_error="GPU 3: lost") for one in _ranks("auto", ["", ""])],
-            "rank 0 on n cannot use its device: GPU 3: lost",
+            "rank 0 n GPU 3: lost",
         ),
     ],
 )
-def test_cpus_never_replace_requested_devices(ranks, message):
+def test_cpus_never_replace_requested_devices(ranks, names):
     assert choose(ranks) == "gloo"
     with_request = [replace(one, device_request="cluster.gpus_per_node=2") for one in ranks]
-    with pytest.raises(TransportError, match=message) as raised:
+    with refused(TransportError, f"cluster.gpus_per_node=2 {names}"):
         choose(with_request)
-    assert "cluster.gpus_per_node=2" in str(raised.value)
     assert choose([replace(one, transport="gloo") for one in with_request]) == "gloo"
 
 
 @pytest.mark.parametrize(
-    ("ranks", "message"),
+    ("ranks", "names"),
     [
-        (_ranks("nccl", ["a", "a"]), "ranks 0 and 1 on n share one GPU"),
-        (_ranks("nccl", ["a", ""]), "rank 1 on n has no GPU"),
-        (_ranks("nccl", ["a", "b"], nccl=False), "was built without NCCL"),
-        (_ranks("hccl", ["", ""]), "torch_npu, which is not installed"),
-        (_ranks("mccl", ["", ""]), "belongs to MindSpore"),
-        (_ranks("glooo", ["", ""]), "did you mean 'gloo'"),
-        (_ranks("gloo", [""]) + _ranks("nccl", [""]), "ask for different transports: gloo, nccl"),
+        (_ranks("nccl", ["a", "a"]), "ranks 0 1 n GPU"),
+        (_ranks("nccl", ["a", ""]), "rank 1 n GPU"),
+        (_ranks("nccl", ["a", "b"], nccl=False), "NCCL"),
+        (_ranks("hccl", ["", ""]), "torch_npu"),
+        (_ranks("mccl", ["", ""]), "MindSpore"),
+        (_ranks("glooo", ["", ""]), "'glooo' 'gloo'"),
+        (_ranks("gloo", [""]) + _ranks("nccl", [""]), "gloo nccl"),
     ],
 )
-def test_an_unavailable_transport_is_refused_and_not_replaced(ranks, message):
-    with pytest.raises(TransportError, match=message):
+def test_an_unavailable_transport_is_refused_and_not_replaced(ranks, names):
+    with refused(TransportError, names):
         choose(ranks)
 
 
 @pytest.mark.parametrize(
-    ("npus", "visible", "message"),
+    ("npus", "visible", "names"),
     [
         (4, [None] * 3, None),
-        (2, [None] * 3, "rank 2 on .* has no NPU that torch can use. Use fewer ranks"),
-        (1, [None] * 3, "ranks 0 and 1 on .* share one NPU"),
-        (1, ["6"] * 3, "ranks 0 and 1 on .* share one NPU"),
+        (2, [None] * 3, "rank 2 NPU"),
+        (1, [None] * 3, "ranks 0 1 NPU"),
+        (1, ["6"] * 3, "ranks 0 1 NPU"),
         (1, ["6", "7", "8"], None),  # the scheduler shows each rank its own
     ],
 )
-def test_surplus_ranks_share_no_npu_in_silence(tmp_path, monkeypatch, npus, visible, message):
+def test_surplus_ranks_share_no_npu_in_silence(tmp_path, monkeypatch, npus, visible, names):
     monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(__spec__=object()))
     fake = SimpleNamespace(device_count=lambda: npus)
     monkeypatch.setattr(torch, "get_device_module", lambda _: fake)
@@ -247,10 +247,10 @@ def test_surplus_ranks_share_no_npu_in_silence(tmp_path, monkeypatch, npus, visi
         if shown:
             monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", shown)
         everyone.append(read_capabilities(spec(rank, 3, tmp_path, transport="hccl", one_node=True)))
-    if message is None:
+    if names is None:
         assert choose(everyone) == "hccl"
     else:
-        with pytest.raises(TransportError, match=message):
+        with refused(TransportError, names):
             choose(everyone)
 
 

@@ -18,6 +18,7 @@ from tests.engine.torch.jobs import SAMPLES, Curve, engine_of, sgd_accumulator
 from tests.engine.windows import run, window_of
 from tests.jobs.training import train
 from tests.laws.problem import difference
+from tests.refusals import refused
 
 MORE = [
     (optim.SGD, {"momentum": 0.9, "nesterov": True}),
@@ -313,33 +314,33 @@ REFUSALS = {
     "a subclass": (
         lambda net: Theirs(net.parameters(), lr=0.1),
         {},
-        r"know .*sharding\.Theirs; it",
+        "tests.engine.torch.test_sharding.Theirs",
     ),
     "adagrad": (
         lambda net: optim.Adagrad(net.parameters()),
         {},
-        "Adagrad; it knows torch.optim's SGD",
+        "SGD",
     ),
-    "state": (_stepped, {}, "the Adam has state already"),
+    "state": (_stepped, {}, "Adam state"),
     "another model's": (
         lambda net: optim.SGD([*net.parameters(), nn.Parameter(torch.ones(3, 2))], lr=0.1),
         {},
-        r"a parameter of shape \(3, 2\) that the accumulator does not train",
+        "(3, 2)",
     ),
-    "reproducible": (optim.SGD, {"reduction": "reproducible"}, "not for reproducible"),
+    "reproducible": (optim.SGD, {"reduction": "reproducible"}, "reproducible"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSALS)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_unshardable_optimizers_are_refused_on_any_number_of_ranks(name, ranks):
-    build, more, message = REFUSALS[name]
+    build, more, names = REFUSALS[name]
 
     def be(group):
         torch.manual_seed(0)
         net = nn.Linear(3, 2)
         optimizer = build(net.parameters() if build is optim.SGD else net)
-        with pytest.raises(ConfigError, match=message):
+        with refused(ConfigError, names):
             Accumulator(net, optimizer, group, shard_optimizer=True, **more)
 
     run_in_threads(ranks, be)
@@ -348,7 +349,7 @@ def test_unshardable_optimizers_are_refused_on_any_number_of_ranks(name, ranks):
 def test_parameters_that_share_memory_are_refused():
     net = nn.Linear(4, 4)
     net.more = nn.Parameter(net.weight.detach()[2:])
-    with pytest.raises(ConfigError, match="weight and more share memory"):
+    with refused(ConfigError, "weight more"):
         sgd_accumulator(net, shard_optimizer=True)
 
 
@@ -359,7 +360,7 @@ def test_what_shares_a_trained_parameters_memory_is_not_left_behind(kind):
         net.same = nn.Parameter(net.weight.detach(), requires_grad=False)
     else:
         net.register_buffer("same", net.weight.detach()[3:])
-    with pytest.raises(ConfigError, match=r"(same and weight|weight and same) share memory"):
+    with refused(ConfigError, "same weight"):
         sgd_accumulator(net, shard_optimizer=True)
 
 
@@ -379,7 +380,7 @@ def test_a_model_that_is_moved_away_from_its_shards_is_noticed():
         net = _net()
         ours = Accumulator(net, _optimizer(WAYS[0], net), group, shard_optimizer=True)
         net.last.bias.data = net.last.bias.data.clone()
-        with pytest.raises(JobError, match=r"last\.bias was given other memory"):
+        with refused(JobError, "last.bias"):
             _update(ours, net, group, [5, 7])
 
     run_in_threads(2, be)

@@ -94,7 +94,7 @@ def test_a_second_shell_is_refused_while_points_run(disturbed):
     assert f"{disturbed['sweep']} is in progress" in disturbed["second"].stderr
 
 
-def test_the_terminal_says_what_became_of_each_and_its_log_says_the_rest(disturbed):
+def test_terminal_and_log_of_each_point(disturbed):
     said, sweep = disturbed["said"], disturbed["sweep"]
     assert "point 2 (job.fault_after=9): rank 0 on node0 failed first" in said
     assert "killed by signal 9 (SIGKILL)" in said

@@ -95,7 +95,7 @@ def most(key, values, parallel="auto"):
         ("transport", ("auto", "gloo")),
     ],
 )
-def test_points_whose_speeds_are_compared_run_one_after_another_which_is_said(key, values):
+def test_points_whose_speeds_are_compared_run_one_at_a_time(key, values):
     found, said = most(key, values)
     assert found == 1
     assert f"they differ in {key.partition('.')[0]}" in said
