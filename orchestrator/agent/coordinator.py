@@ -14,17 +14,15 @@ import signal
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
-from heapq import nsmallest
 from typing import Any, Literal
 
+from orchestrator.agent.agent_registry import AGENT_GONE, AgentRegistry
 from orchestrator.agent.judge import Standing
-from orchestrator.agent.links import Peer, Port, closed_ports, probe_ports
+from orchestrator.agent.links import Port
 from orchestrator.agent.liveness import BEAT_S, EVICTED, FINISHED, STOPPED
-from orchestrator.agent.node_spec import NodeSpec, agent_file
+from orchestrator.agent.node_spec import NodeSpec
 from orchestrator.agent.root_cause import (
     EXTERNAL_KILL_SIGNALS,
-    NODE_WENT_AWAY,
     AbnormalEnd,
     Straggler,
     add_position,
@@ -60,43 +58,10 @@ KILL_S = 5.0
 """Time from SIGKILL to a process's end; one that sleeps in the kernel ends only when it wakes."""
 LOSS_WAIT_S = 0.05
 """Time to wait for further losses: workers that die together should cost one generation."""
-COME_S = 2.0
-"""Time for the other agents to connect to a new coordinator, or to be reached by it."""
-REACH_S = 0.2
-"""For agents to answer a probe, in which the coordinator does nothing else."""
-PROBE_S = 1.0
-"""Between two probes of agents that have not connected: each costs a connection to each of them."""
-MOST_PROBES = 64
-"""Agents that are probed together: their addresses are in files, on a file system that is slow."""
-MOST_READ = 4
-"""Of these files in one turn, but the first, so that connections that wait are soon answered."""
-LEAST_SILENCE_S = 2.5 * BEAT_S
-"""A live agent, which sends a heartbeat every `BEAT_S`, may be as late as this."""
-AGENT_GONE = f"{NODE_WENT_AWAY}its agent is gone"
 REST_S = 0.5
 """From a worker's end to its next process: the others agree on the loss meanwhile."""
 MOST_FRUITLESS = 2
 """Consecutive processes of a rank that may end without an update together with the others."""
-
-
-@dataclass(slots=True)
-class AgentState:
-    """State of one node's agent.
-
-    Attributes:
-        heard: monotonic time; None before it connected.
-        connected: its link is there; one that lives connects again.
-        peer: its address, once it was read.
-        port: state of its port at the latest probe, `probed`.
-    """
-
-    index: int
-    heard: float | None = None
-    connected: bool = False
-    lost: bool = False
-    peer: Peer | None = None
-    port: Port | None = None
-    probed: float = 0.0
 
 
 class Coordinator:
@@ -112,10 +77,10 @@ class Coordinator:
         self._spec, self._run = spec, RunDir(spec.run)
         self._ranks = spec.ranks
         self._record = GenerationRecord(self._run.attempt(spec.attempt))
-        self._began = self._beat_at = self._clock()
+        self._beat_at = self._clock()
         self._folder_missing = 0  # how often in a row
-        self._took_over = bool(lost)
-        self.agents = {index: AgentState(index) for index in range(spec.nodes)}
+        self._registry = AgentRegistry(spec, self._clock(), took_over=bool(lost))
+        self.agents = self._registry.agents
         self.workers = {rank: WorkerState(rank) for rank in range(spec.ranks)}
         generations = list(self._record.since(0))
         newest = generations[-1] if generations else None
@@ -133,7 +98,6 @@ class Coordinator:
         self._lost_members: set[int] = set()  # members lost since the newest generation
         self.changed = True  # since the last tick
         self._noticed = 0.0  # when the newest loss was; `_beyond_reach` caches an answer for it
-        self._probed = 0.0
         self._finished = False  # a worker has
         self._beyond_reach: tuple[float, bool] = (0.0, False)
         self._looked_for_room = 0.0
@@ -187,12 +151,11 @@ class Coordinator:
         coordinator may know none of them, or may have taken its decisions on all of them long ago.
         """
         self.changed = True
-        agent = self.agents[index]
         known = {worker["rank"]: worker for worker in workers}
         # An agent starts its workers before it connects; a restarted one has none of the earlier.
         here = self._spec.ranks_of(index)
         self._lose_ranks(index, [r for r in here if not self.workers[r].is_gone and r not in known])
-        agent.heard, agent.connected, agent.lost = self._clock(), True, False
+        self._registry.connect(index, self._clock())
         # Before `_keep_members`: a worker may have ended while the link was broken.
         for rank, worker in known.items():
             state, incarnation = self.workers[rank], worker["events"][0]["incarnation"]
@@ -250,9 +213,8 @@ class Coordinator:
         self.agents[index].connected = False
 
     def _lose_agent(self, index: int, cause: str = AGENT_GONE) -> None:
-        agent = self.agents[index]
         self.changed = True
-        agent.lost, agent.heard = True, None
+        self._registry.lose(index)
         ranks = [r for r in self._spec.ranks_of(index) if not self.workers[r].is_gone]
         self._lose_ranks(index, ranks, cause)
 
@@ -585,7 +547,7 @@ class Coordinator:
         due = {rank for rank, at in self._restart_at.items() if now >= at}
         for unit in dict.fromkeys(self._failure_unit(rank) for rank in sorted(due)):
             agent = self.agents[self._spec.node_of(unit[0])]
-            if not due.issuperset(unit) or agent.lost or not agent.connected:
+            if not due.issuperset(unit) or not agent.is_reachable:
                 continue
             incarnation = 1 + max(self.workers[rank].incarnation for rank in unit)
             for rank in unit:
@@ -676,12 +638,8 @@ class Coordinator:
             # All that failed so far only lost a peer, and an agent is silent, and may be lost: then
             # its node is the root cause.
             secondary = {failure["rank"] for failure in self._failures if failure["secondary"]}
-            awaits_agent = any(
-                not agent.lost and agent.heard is not None and now - agent.heard > LEAST_SILENCE_S
-                for agent in self.agents.values()
-                if agent.index != self._spec.index
-            )
-            if awaits_agent and all(end.rank in secondary for end in self._ends):
+            all_secondary = all(end.rank in secondary for end in self._ends)
+            if all_secondary and self._registry.is_any_silent(now):
                 # Neither may a sleeper count as a cause now, nor the outcome be written without the
                 # silent agent's node.
                 return
@@ -716,67 +674,12 @@ class Coordinator:
             self._on_abnormal_end(end, [worker.rank])
 
     def _check_agents(self, now: float) -> None:
-        """Mark agents as lost that are silent or did not connect in time."""
-        limit_s = max(self._silence_s, LEAST_SILENCE_S)
-        # Links may break while their agents live, and these connect again. Only one behind a closed
-        # port has ended; silence decides on the others.
-        broken = [
-            agent
-            for agent in self.agents.values()
-            if agent.heard is not None and not agent.connected and now - agent.probed >= PROBE_S
-        ][:MOST_PROBES]
-        for agent in broken:
-            agent.probed = now
-        for index in self._closed_ports(agent.index for agent in broken):
-            self._lose_agent(index)
-        awaited = [a for a in self.agents.values() if not a.lost and a.heard is None]
-        for agent in self.agents.values():
-            silent = agent.heard is not None and now - agent.heard > limit_s
-            if silent and agent.index != self._spec.index:
-                self._command(agent.index, "disconnect")  # a live agent connects again
-                self._lose_agent(
-                    agent.index,
-                    f"{NODE_WENT_AWAY}its agent gave no sign of life for {limit_s:g} s "
-                    "(cluster.heartbeat_timeout_s): it is stopped, or cut off",
-                )
-        # Once it has begun, all agents run, and are late by seconds; before, nodes may still start.
-        if self._took_over or self._generation >= 0:
-            self._check_awaited(now, awaited, limit_s)
-        elif now - self._began > self._spec.join_s:
-            for agent in awaited:
-                self._lose_agent(
-                    agent.index,
-                    f"its agent did not connect within {self._spec.join_s:g} s "
-                    "(cluster.rendezvous_timeout_s)",
-                )
-
-    def _check_awaited(self, now: float, awaited: list[AgentState], limit_s: float) -> None:
-        """Mark agents as lost that do not connect to this coordinator, which has taken over.
-
-        One whose port is open lives, and may be late because many others connect as well. It has
-        the time in which a connected one may be silent.
-        """
-        asked = nsmallest(MOST_PROBES, awaited, key=lambda agent: (agent.probed, agent.index))
-        unread = [agent for agent in asked if agent.peer is None]
-        for agent in unread[: MOST_READ if self._probed else MOST_PROBES]:
-            agent.peer = agent_file(self._run, self._spec.attempt, agent.index)
-            if agent.peer is None:
-                agent.probed, agent.port = now, Port.SILENT
-        known = {agent.index: agent.peer for agent in asked if agent.peer is not None}
-        if known and now - self._probed >= PROBE_S:
-            self._probed = now
-            for index, port in probe_ports(known, REACH_S).items():
-                self.agents[index].probed, self.agents[index].port = now, port
-        waited_s = now - self._began
-        for agent in awaited:
-            silent = waited_s > COME_S and agent.port is Port.SILENT
-            if agent.port is Port.CLOSED or silent or waited_s > COME_S + limit_s:
-                self._lose_agent(agent.index)
-
-    def _closed_ports(self, nodes: Iterable[int]) -> set[int]:
-        """Return those of these nodes at whose agent's address nothing listens any more."""
-        known = {n: agent_file(self._run, self._spec.attempt, n) for n in nodes}
-        return closed_ports({n: peer for n, peer in known.items() if peer}, REACH_S)
+        """Lose agents that are silent, have ended, or did not connect in time."""
+        formed = self._generation >= 0
+        for loss in self._registry.check(now, self._silence_s, formed=formed):
+            if loss.disconnects:
+                self._command(loss.index, "disconnect")
+            self._lose_agent(loss.index, loss.cause)
 
     def _next_generation(self, now: float) -> None:
         """Publish a generation without the lost members, once all other agents are known."""
@@ -787,8 +690,7 @@ class Coordinator:
             return
         # Those that are lost together should cost one generation; but agents that are only late
         # must not keep the others from the next one, of which their ranks are members.
-        awaited = any(agent.heard is None and not agent.lost for agent in self.agents.values())
-        if awaited and now - self._began < COME_S:
+        if self._registry.awaits_connections(now):
             return
         if self._is_smaller_half(len(remaining)) and now - self._noticed < self._spec.silence_s:
             return
@@ -812,7 +714,7 @@ class Coordinator:
                 nodes = [self._node_of(m) for m in self._lost_members]
                 lost = Counter(node for node in nodes if self.agents[node].lost)
                 # Workers end with their agent, so behind a closed port none continues.
-                closed = self._closed_ports(lost)
+                closed = self._registry.closed_ports(lost)
                 silent = sum(count for node, count in lost.items() if node not in closed)
             is_smaller = silent > remaining
             self._beyond_reach = self._noticed, is_smaller
@@ -911,12 +813,10 @@ class Coordinator:
             return
         nodes = {self._node_of(member) for member in self._members if self._generation > 0}
         out_of_reach = nodes and all(self.agents[index].lost for index in nodes)
-        if out_of_reach and nodes - self._closed_ports(nodes):
+        if out_of_reach and nodes - self._registry.closed_ports(nodes):
             # Some of the members may live: the attempt continues there, and its outcome is theirs.
             # Where they can be reached, this agent was stopped, or their link was broken.
-            known = {n: agent_file(self._run, self._spec.attempt, n) for n in nodes}
-            states = probe_ports({n: peer for n, peer in known.items() if peer}, REACH_S)
-            again = Port.OPEN in states.values()
+            again = Port.OPEN in self._registry.probe(nodes).values()
             log.info(
                 "the other nodes continue without this one; its agent ends%s",
                 ", and the next one joins them" * again,

@@ -5,8 +5,8 @@ from dataclasses import asdict
 
 import pytest
 
+from orchestrator.agent.agent_registry import COME_S
 from orchestrator.agent.coordinator import (
-    COME_S,
     GRACE_S,
     KILL_S,
     LOSS_WAIT_S,
