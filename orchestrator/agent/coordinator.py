@@ -12,8 +12,9 @@ import contextlib
 import logging
 import signal
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import chain
 from typing import Any, Literal
 
 from orchestrator.agent.agent_registry import AGENT_GONE, AgentRegistry
@@ -21,6 +22,7 @@ from orchestrator.agent.judge import Standing
 from orchestrator.agent.links import Port
 from orchestrator.agent.liveness import BEAT_S, EVICTED, FINISHED, STOPPED
 from orchestrator.agent.node_spec import NodeSpec
+from orchestrator.agent.restarts import Restarts
 from orchestrator.agent.root_cause import (
     EXTERNAL_KILL_SIGNALS,
     AbnormalEnd,
@@ -35,7 +37,6 @@ from orchestrator.agent.saver_election import GRACE_S, SaverElection
 from orchestrator.agent.stacks import STACK_S
 from orchestrator.agent.standstills import Standstills, restart_waits
 from orchestrator.agent.worker_state import WorkerState
-from orchestrator.errors import RunFolderError
 from orchestrator.rundir.files import is_folder, read_json, write_json
 from orchestrator.rundir.folder import MISSING_FOLDER_CHECKS, RunDir
 from orchestrator.rundir.generations import (
@@ -46,7 +47,6 @@ from orchestrator.rundir.generations import (
     message_of,
     rank_of,
 )
-from orchestrator.rundir.metrics import read_progress
 from orchestrator.rundir.outcome import Culprit, State
 from orchestrator.rundir.warnings import About, warn_of
 
@@ -58,10 +58,6 @@ KILL_S = 5.0
 """Time from SIGKILL to a process's end; one that sleeps in the kernel ends only when it wakes."""
 LOSS_WAIT_S = 0.05
 """Time to wait for further losses: workers that die together should cost one generation."""
-REST_S = 0.5
-"""From a worker's end to its next process: the others agree on the loss meanwhile."""
-MOST_FRUITLESS = 2
-"""Consecutive processes of a rank that may end without an update together with the others."""
 
 
 class Coordinator:
@@ -104,9 +100,7 @@ class Coordinator:
         self._delay_told = 0.0
         self._announced_newcomers = False
         self._over = False  # a worker has ended in order, or failed: no generation follows
-        self._restart_at: dict[int, float] = {}  # by rank
-        # A rank's processes in a row without an update, by rank.
-        self._fruitless: defaultdict[int, set[int]] = defaultdict(set)
+        self._restarts = Restarts(spec, self._record)
         self._ends: list[AbnormalEnd] = []
         self._losses: list[tuple[AbnormalEnd, list[int]]] = []
         self._failures: list[dict[str, Any]] = []
@@ -118,7 +112,6 @@ class Coordinator:
         self._election = SaverElection(spec.hang_s)
         self._killed = False
         self._killed_at = 0.0
-        self._excluded: set[int] = set()  # ranks that computed wrongly
         self._standstills = Standstills(spec)
         self.outcome: dict[str, Any] | None = None
         self._commands: list[tuple[int | None, dict[str, Any]]] = []
@@ -189,7 +182,7 @@ class Coordinator:
         alive = {rank for rank in ranks if self.workers[rank].state == "alive"}
         back = {self._member(rank) for rank in alive} & self._lost_members
         if not self._over:  # those whose unit is incomplete stay lost
-            parts = {rank for rank in alive if not alive.issuperset(self._failure_unit(rank))}
+            parts = {rank for rank in alive if not alive.issuperset(self._spec.failure_unit(rank))}
             for rank in [rank for rank in parts if self._member(rank) in back]:
                 back.discard(self._member(rank))
                 if self.workers[rank].killed_at is None:
@@ -253,7 +246,7 @@ class Coordinator:
                 worker.given_up, worker.killed_at = before.given_up, before.killed_at
             self.workers[worker.rank] = worker
             self._standstills.forget(worker.rank)
-            self._restart_at.pop(worker.rank, None)  # it lives: its agent was only late
+            self._restarts.cancel(worker.rank)  # it lives: its agent was only late
             if self._over and not self._is_member(worker):
                 self._kill(worker.rank)  # it came too late to join
         elif kind == "exit":
@@ -319,7 +312,7 @@ class Coordinator:
             return
         why = self.workers[rank].given_up
         if event["failure"] is not None and event["failure"].get("excluded"):
-            self._excluded.add(rank)
+            self._restarts.exclude(rank)
             why = event["failure"]["cause"]
         end = AbnormalEnd(
             time=self._clock() - event["ago_s"],  # a duration, since clocks of nodes differ
@@ -350,7 +343,8 @@ class Coordinator:
         if lost and not lost <= self._lost_members:
             self._losses.append((end, members))
         # End the workers that are lost together with these.
-        rest = {other for rank in ranks for other in self._failure_unit(rank)}.difference(ranks)
+        units = map(self._spec.failure_unit, ranks)
+        rest = set(chain.from_iterable(units)).difference(ranks)
         for rank in [rank for rank in rest if self.workers[rank].state != "ended"]:
             self._kill(rank)
             lost |= {self._member(rank)}.intersection(self._member_set)
@@ -370,7 +364,7 @@ class Coordinator:
         """Form no further generation and restart no worker, since a worker has ended."""
         if not self._over:
             self._over = True
-            self._restart_at.clear()
+            self._restarts.cancel_all()
             self._to_worker(None, left=True)
             for worker in self.workers.values():
                 if worker.state == "alive" and not self._is_member(worker):
@@ -498,60 +492,22 @@ class Coordinator:
         warn_of(path, rank, sentence, about=about)
 
     # ------------------------------------------------------------------ restarts of workers
-    # A new process asks the training workers to join at a boundary. None is started where none
-    # could admit it: at the run's end, or when no worker still trains (`run.max_replacements`).
 
     def _schedule_restart(self, rank: int) -> None:
         """Schedule a lost rank's next process; warn if none is started though it is expected."""
-        if self.workers[rank].sleeps:
-            return  # an agent starts no second process of a rank
-        if not self.workers[rank].started:
-            pass  # its agent was lost before it heard of it
-        elif self._was_fruitless(rank):
-            self._fruitless[rank].add(self.workers[rank].incarnation)
-        else:
-            self._fruitless[rank].clear()
-        most = self._spec.replacements
-        if self._over or not most or self._excluded.intersection(self._failure_unit(rank)):
-            return
-        started = sum(worker.incarnation for worker in self.workers.values())  # by all coordinators
-        # Those that are scheduled count, too: `started` has them only once they run.
-        if most - started <= len(self._restart_at):
-            self._warn(rank, f"it is not started again: run.max_replacements={most} were started")
-        elif len(self._fruitless[rank]) >= MOST_FRUITLESS:
-            why_not = f"its last {MOST_FRUITLESS} processes did no update"
-            self._warn(rank, f"it is not started again: {why_not}")
-        else:
-            self._restart_at[rank] = self._clock() + REST_S
-
-    def _was_fruitless(self, rank: int) -> bool:
-        """Return whether this replacement process has completed no update, as far as is known."""
-        if not self.workers[rank].incarnation:
-            return False
-        member = str(self._member(rank))
-        try:
-            let_in = [
-                generation["updates"]
-                for generation in self._record.since()
-                if member in generation.get("joined", {})
-            ]
-            progress = read_progress(self._run.progress(self._spec.attempt))
-        except (OSError, RunFolderError) as error:
-            log.warning("how far rank %d came is unknown: %s", rank, error)
-            return False
-        return not let_in or progress is None or progress.update <= let_in[0]
+        warning = self._restarts.schedule(rank, self.workers, self._clock(), over=self._over)
+        if warning is not None:
+            self._warn(rank, warning)
 
     def _restart(self, now: float) -> None:
         """Start the next processes of the ranks that are due, where an agent can."""
-        # All ranks of a unit or none: the members join together (`_grow`).
-        due = {rank for rank, at in self._restart_at.items() if now >= at}
-        for unit in dict.fromkeys(self._failure_unit(rank) for rank in sorted(due)):
+        for unit in self._restarts.due_units(now):
             agent = self.agents[self._spec.node_of(unit[0])]
-            if not due.issuperset(unit) or not agent.is_reachable:
+            if not agent.is_reachable:
                 continue
             incarnation = 1 + max(self.workers[rank].incarnation for rank in unit)
             for rank in unit:
-                del self._restart_at[rank]
+                self._restarts.cancel(rank)
                 self._command(agent.index, "start", rank=rank, incarnation=incarnation)
                 self.workers[rank] = WorkerState(rank, incarnation)
 
@@ -559,14 +515,8 @@ class Coordinator:
         """Return the nodes with ranks that are to start again, but with no agent."""
         if self._over:
             return []
-        nodes = {self._spec.node_of(rank) for rank in self._restart_at}
+        nodes = {self._spec.node_of(rank) for rank in self._restarts.ranks}
         return sorted(index for index in nodes if self.agents[index].lost)
-
-    def _failure_unit(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that are lost, and come back, together with this one."""
-        if not self._spec.whole_nodes:
-            return (rank,)
-        return tuple(self._spec.ranks_of(self._spec.node_of(rank)))
 
     # ------------------------------------------------------------------ generations
 
@@ -736,9 +686,8 @@ class Coordinator:
             for worker in self.workers.values()
             if worker.wants_to_join and worker.state == "alive" and worker.rank not in taken
         }
-        newcomers = [
-            self._member(r) for r in sorted(waiting) if waiting.issuperset(self._failure_unit(r))
-        ]
+        complete = [r for r in sorted(waiting) if waiting.issuperset(self._spec.failure_unit(r))]
+        newcomers = [self._member(rank) for rank in complete]
         announce = newcomers and not self._announced_newcomers
         if announce and now - self._looked_for_room > BEAT_S:
             self._looked_for_room = now
@@ -804,7 +753,7 @@ class Coordinator:
         """Write the outcome once all workers have ended and none will be restarted."""
         if any(worker.state != "ended" for worker in self.workers.values()):
             return
-        if self._restart_at:
+        if self._restarts.ranks:
             return
         # While this agent was stopped, the others may have continued without it, and its ranks may
         # have failed, since it sent them no generation.
