@@ -8,17 +8,22 @@ arrives with each agent's first message, so any agent can take over.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 from orchestrator.agent.agent_registry import AGENT_GONE, AgentRegistry
-from orchestrator.agent.judge import Standing
+from orchestrator.agent.causes import (
+    Causes,
+    Stalled,
+    await_stack,
+    describe_hang,
+    hanging_culprit,
+)
 from orchestrator.agent.links import Port
 from orchestrator.agent.liveness import BEAT_S, EVICTED, FINISHED, STOPPED
 from orchestrator.agent.node_spec import NodeSpec
@@ -26,10 +31,6 @@ from orchestrator.agent.restarts import Restarts
 from orchestrator.agent.root_cause import (
     EXTERNAL_KILL_SIGNALS,
     AbnormalEnd,
-    Straggler,
-    add_position,
-    add_waits,
-    find_root_cause,
     stopped_cause,
     tail,
 )
@@ -37,23 +38,20 @@ from orchestrator.agent.saver_election import GRACE_S, SaverElection
 from orchestrator.agent.stacks import STACK_S
 from orchestrator.agent.standstills import Standstills, restart_waits
 from orchestrator.agent.worker_state import WorkerState
-from orchestrator.rundir.files import is_folder, read_json, write_json
+from orchestrator.rundir.files import is_folder, write_json
 from orchestrator.rundir.folder import MISSING_FOLDER_CHECKS, RunDir
 from orchestrator.rundir.generations import (
     GenerationRecord,
-    candidate_causes,
     incarnation_of,
     member_of,
     message_of,
     rank_of,
 )
-from orchestrator.rundir.outcome import Culprit, State
+from orchestrator.rundir.outcome import Culprit
 from orchestrator.rundir.warnings import About, warn_of
 
 log = logging.getLogger(__name__)
 
-Stalled = Literal["stopped", "asleep"]
-"""A process stands still for no fault of its code: by a signal, or asleep in the kernel."""
 KILL_S = 5.0
 """Time from SIGKILL to a process's end; one that sleeps in the kernel ends only when it wakes."""
 LOSS_WAIT_S = 0.05
@@ -101,11 +99,7 @@ class Coordinator:
         self._announced_newcomers = False
         self._over = False  # a worker has ended in order, or failed: no generation follows
         self._restarts = Restarts(spec, self._record)
-        self._ends: list[AbnormalEnd] = []
-        self._losses: list[tuple[AbnormalEnd, list[int]]] = []
-        self._failures: list[dict[str, Any]] = []
-        self._culprit: Culprit | None = None
-        self._stalled: Stalled | None = None  # why the culprit's code is not at fault
+        self._causes = Causes(spec)
         self._kill_at: dict[int, float] = {}  # by rank; it is asked for its stack before
         self._give_up_at: float | None = None
         self._memberless_since: float | None = None  # no member is known to live
@@ -189,11 +183,7 @@ class Coordinator:
                     self._kill(rank)
         if back:
             self._lost_members -= back
-            losses = [
-                (end, [member for member in lost if member not in back])
-                for end, lost in self._losses
-            ]
-            self._losses = [(end, lost) for end, lost in losses if lost]
+            self._causes.forget_losses(back)
 
     def heard(self, index: int) -> None:
         self.agents[index].heard = self._clock()
@@ -267,7 +257,7 @@ class Coordinator:
             self._standstills.note(worker, event, self._clock())
         elif kind == "hangs":
             if event["silent"]:  # its latest report may be from before
-                self._ask_for_position(worker)
+                await_stack(worker, self._run)
             lines = worker.seen.stack_lines() or tail(self._run.rank_log(worker.rank))
             stalled = "asleep" if event["asleep"] else None
             self._give_up(worker, event["cause"], lines, stalled=stalled)
@@ -297,7 +287,7 @@ class Coordinator:
         limit_s = self._silence_s
         if seconds < limit_s:
             return
-        self._ask_for_position(worker)
+        await_stack(worker, self._run)
         self._give_up(worker, stopped_cause(limit_s), stalled="stopped")
 
     def _on_exit(self, index: int, event: Mapping[str, Any]) -> None:
@@ -306,7 +296,7 @@ class Coordinator:
         self.workers[rank].final_state = final_state
         self._finished |= final_state == FINISHED
         if event["failure"] is not None and final_state != EVICTED:
-            self._failures.append(event["failure"])
+            self._causes.add_failure(event["failure"])
         if final_state in (FINISHED, STOPPED):
             self._end_in_order()
             return
@@ -337,11 +327,11 @@ class Coordinator:
         if self._killed:  # by this coordinator, so it is no cause
             return
         if not (others_unaffected or survived):
-            self._ends.append(end)
+            self._causes.add_end(end)
             self._end_others()
             return
         if lost and not lost <= self._lost_members:
-            self._losses.append((end, members))
+            self._causes.add_loss(end, members)
         # End the workers that are lost together with these.
         units = map(self._spec.failure_unit, ranks)
         rest = set(chain.from_iterable(units)).difference(ranks)
@@ -383,7 +373,7 @@ class Coordinator:
         if self._give_up_at is None or self._killed or self._election.saver is not None:
             return
         # Ranks whose weights differ must not save them: which are right is not known.
-        if any(failure.get("replicas_differ") for failure in self._failures):
+        if self._causes.replicas_differ:
             return
         members = [self.workers[rank_of(member, self._ranks)] for member in self._members]
         until = self._election.elect(now, [w for w in members if self._is_member(w)])
@@ -411,13 +401,7 @@ class Coordinator:
             return
         rank = worker.rank
         worker.given_up = cause
-        culprit = Culprit(
-            rank=rank,
-            node=self._spec.name_of(self._spec.node_of(rank)),
-            cause=cause,
-            log_tail=tuple(lines),
-            hangs=True,
-        )
+        culprit = hanging_culprit(self._spec, rank, cause, lines)
         # Code that hangs in a rank's members twice ends the run: it would in a third, too. One that
         # has not joined keeps no other from training.
         counts = own and stalled is None and self._is_member(worker)
@@ -427,10 +411,10 @@ class Coordinator:
             self._hung.add(member)
         if self._survives_losses and not again:
             self._kill(rank)
-            cause = self._described(culprit).cause
+            cause = describe_hang(culprit, self.workers, self._run).cause
             self._warn(rank, f"{cause}; it is ended, and the others go on without it")
-        elif self._culprit is None and not self._ends:  # what hangs after a failure is its effect
-            self._culprit, self._stalled = culprit, stalled
+        elif not self._causes.is_known:
+            self._causes.blame(culprit, stalled)
             self._command(None, "keep positions", stacks=True)
             self._kill_at[rank] = self._clock() + STACK_S
 
@@ -450,42 +434,16 @@ class Coordinator:
             self._command(None, "stacks")
             self._warn(0, finding.warning, about="run")
         blamed = finding.blamed
-        if blamed is None or (finding.ends_run and (self._culprit is not None or self._ends)):
+        if blamed is None or (finding.ends_run and self._causes.is_known):
             return
         lines = blamed.seen.stack_lines() or tail(self._run.rank_log(blamed.rank))
         if not finding.ends_run:
             self._give_up(blamed, finding.cause, lines)
             return
-        self._culprit = Culprit(
-            rank=blamed.rank,
-            node=self._spec.name_of(self._spec.node_of(blamed.rank)),
-            cause=finding.cause,
-            log_tail=tuple(lines),
-            hangs=True,
-            complete=True,
+        self._causes.blame(
+            hanging_culprit(self._spec, blamed.rank, finding.cause, lines, complete=True)
         )
         self._end_others()
-
-    def _ask_for_position(self, worker: WorkerState) -> None:
-        """Have a culprit's cause completed by the stack that it writes before it is killed."""
-        worker.log_bytes = 0
-        with contextlib.suppress(OSError):  # it may have no log
-            worker.log_bytes = self._run.rank_log(worker.rank).stat().st_size
-
-    def _described(self, culprit: Culprit) -> Culprit:
-        """Add where a hanging culprit is, and what the others wait for."""
-        if culprit.complete:
-            return culprit
-        if culprit.hangs and culprit.rank is not None:
-            worker = self.workers[culprit.rank]
-            if worker.log_bytes is not None:
-                log_file = self._run.rank_log(worker.rank)
-                culprit = add_position(culprit, worker.seen, log_file, worker.log_bytes)
-        if not culprit.hangs:
-            return culprit
-        return add_waits(
-            culprit, {worker.rank: worker.seen.waits for worker in self.workers.values()}
-        )
 
     def _warn(self, rank: int, sentence: str, about: About = "rank") -> None:
         path = self._run.warnings(self._spec.attempt, self._spec.node_of(rank))
@@ -552,7 +510,9 @@ class Coordinator:
             if not self._killed and self._folder_missing >= MISSING_FOLDER_CHECKS:
                 # Nothing that the attempt computes could be saved, nor what another start does.
                 cause = self._run.removed_message
-                self._culprit = Culprit(rank=None, node=self._spec.name, cause=cause, usage=True)
+                self._causes.blame(
+                    Culprit(rank=None, node=self._spec.name, cause=cause, usage=True)
+                )
                 self._give_up_at = now
                 self._end_in_order()
         if beat_due and self._standstills.may_be_due and not self._killed:
@@ -587,9 +547,7 @@ class Coordinator:
         if self._give_up_at is not None and now >= self._give_up_at and not self._killed:
             # All that failed so far only lost a peer, and an agent is silent, and may be lost: then
             # its node is the root cause.
-            secondary = {failure["rank"] for failure in self._failures if failure["secondary"]}
-            all_secondary = all(end.rank in secondary for end in self._ends)
-            if all_secondary and self._registry.is_any_silent(now):
+            if self._causes.are_secondary and self._registry.is_any_silent(now):
                 # Neither may a sleeper count as a cause now, nor the outcome be written without the
                 # silent agent's node.
                 return
@@ -644,12 +602,7 @@ class Coordinator:
             return
         if self._is_smaller_half(len(remaining)) and now - self._noticed < self._spec.silence_s:
             return
-        why = [
-            end.describe()
-            for end, members in self._losses
-            if self._lost_members.intersection(members)
-        ]
-        gone, why = sorted(self._lost_members), list(dict.fromkeys(why))
+        gone, why = sorted(self._lost_members), self._causes.describe_losses(self._lost_members)
         self._publish(self._generation + 1, remaining, gone=gone, why=why)
 
     def _is_smaller_half(self, remaining: int) -> bool:
@@ -774,59 +727,10 @@ class Coordinator:
                 if not agent.lost:  # a lost one that has connected again may hold the members
                     self._command(agent.index, "end", again=again)
             return
-        state, culprit = self._decide()
-        lost: str | None = None  # described if it is not the job's fault: a scheduler restarts it
-        if culprit is not None and culprit.rank is None:
-            lost = f"node {culprit.node} stopped answering"
-        elif culprit is not None and self._is_bad_luck():
-            lost = f"rank {culprit.rank} on {culprit.node}: {culprit.cause}"
-        self.outcome = {
-            "state": state.value,
-            "culprit": culprit
-            and culprit.to_json() | {"usage": culprit.usage, "hangs": culprit.hangs},
-            "lost": lost,
-            "stalled": self._stalled,
-        }
+        self.outcome = self._causes.outcome(self.workers, self._record.losses())
         path = self._run.outcome(self._spec.attempt)
         try:
             write_json(path, self.outcome)
         except OSError as error:  # a full disk: the agents' output informs the launcher
             log.warning("the outcome could not be written: %s", error)
         self._command(None, "end")
-
-    def _is_bad_luck(self) -> bool:
-        """Return whether the culprit stood still for no fault of the job. A rank that sleeps in the
-        kernel twice in a row does so because of what it does; a signal comes from outside.
-        """
-        if self._stalled != "asleep" or not self._spec.attempt:
-            return self._stalled is not None
-        before = read_json(self._run.outcome(self._spec.attempt - 1)) or {}
-        return before.get("stalled") != "asleep"
-
-    def _decide(self) -> tuple[State, Culprit | None]:
-        """Return the outcome: finished only if every worker said so."""
-        final_states = {worker.final_state for worker in self.workers.values()} - {None}
-        ends = [*self._ends, *candidate_causes(self._losses, self._record.losses())]
-        culprit = self._culprit
-        all_lost = not final_states  # without messages
-        # Losses that were survived are causes only where no worker remained to report the end.
-        if culprit is None and ends and (self._ends or all_lost):
-            behind = [
-                Straggler(
-                    rank=worker.rank,
-                    node=self._spec.name_of(self._spec.node_of(worker.rank)),
-                    seen=worker.seen,
-                )
-                for worker in self.workers.values()
-                if worker.standing in (Standing.BUSY, Standing.IDLE, Standing.DECLARED)
-            ]
-            known = {failure["rank"] for failure in self._failures}
-            records = [*self._run.failures(self._spec.attempt, known), *self._failures]
-            done = [
-                worker.rank for worker in self.workers.values() if worker.final_state == FINISHED
-            ]
-            culprit = find_root_cause(self._run, records, ends, behind, done)
-        culprit = culprit and self._described(culprit)
-        if culprit is not None or not final_states <= {FINISHED, STOPPED} or not final_states:
-            return State.FAILED, culprit
-        return (State.STOPPED if STOPPED in final_states else State.FINISHED), None
