@@ -91,9 +91,9 @@ class Coordinator:
             self._hung.update(generation.get("hung", ()))
         self._lost_members: set[int] = set()  # members lost since the newest generation
         self.changed = True  # since the last tick
-        self._noticed = 0.0  # when the newest loss was; `_beyond_reach` caches an answer for it
+        self._noticed = 0.0  # when the newest loss was
         self._finished = False  # a worker has
-        self._beyond_reach: tuple[float, bool] = (0.0, False)
+        self._out_of_reach_since: float | None = None  # all members are
         self._looked_for_room = 0.0
         self._delay_told = 0.0
         self._announced_newcomers = False
@@ -554,7 +554,7 @@ class Coordinator:
             self._killed, self._killed_at = True, now
             self._command(None, "die")
         self._leave_sleepers(now)
-        self._perhaps_over()
+        self._perhaps_over(now)
 
     def _leave_sleepers(self, now: float) -> None:
         """Count processes as ended that SIGKILL does not end: asleep in the kernel, they compute
@@ -600,28 +600,26 @@ class Coordinator:
         # must not keep the others from the next one, of which their ranks are members.
         if self._registry.awaits_connections(now):
             return
-        if self._is_smaller_half(len(remaining)) and now - self._noticed < self._spec.silence_s:
+        is_smaller = self._is_smaller_half(now, len(remaining))
+        if is_smaller and now - self._noticed < self._spec.silence_s:
             return
         gone, why = sorted(self._lost_members), self._causes.describe_losses(self._lost_members)
         self._publish(self._generation + 1, remaining, gone=gone, why=why)
 
-    def _is_smaller_half(self, remaining: int) -> bool:
+    def _is_smaller_half(self, now: float, remaining: int) -> bool:
         """Return whether the unreachable workers, not known to have died, outnumber this side's.
 
-        They may be about to continue without it. Checked once per loss.
+        They may be about to continue without it.
         """
-        noticed, is_smaller = self._beyond_reach
-        if noticed != self._noticed:
-            silent = 0
-            if 2 * len(self._lost_members) > len(self._members):
-                nodes = [self._node_of(m) for m in self._lost_members]
-                lost = Counter(node for node in nodes if self.agents[node].lost)
-                # Workers end with their agent, so behind a closed port none continues.
-                closed = self._registry.closed_ports(lost)
-                silent = sum(count for node, count in lost.items() if node not in closed)
-            is_smaller = silent > remaining
-            self._beyond_reach = self._noticed, is_smaller
-        return is_smaller
+        if 2 * len(self._lost_members) <= len(self._members):
+            return False
+        nodes = [self._node_of(member) for member in self._lost_members]
+        lost = Counter(node for node in nodes if self.agents[node].lost)
+        # Workers end with their agent, so behind a closed port none continues.
+        ended = {node for node in lost if self.agents[node].port is Port.CLOSED}
+        ports = self._registry.ports(lost.keys() - ended, now, self._noticed)
+        ended.update(node for node, port in ports.items() if port is Port.CLOSED)
+        return sum(count for node, count in lost.items() if node not in ended) > remaining
 
     def _node_of(self, member: int) -> int:
         return self._spec.node_of(rank_of(member, self._ranks))
@@ -702,7 +700,7 @@ class Coordinator:
 
     # ------------------------------------------------------------------ the end
 
-    def _perhaps_over(self) -> None:
+    def _perhaps_over(self, now: float) -> None:
         """Write the outcome once all workers have ended and none will be restarted."""
         if any(worker.state != "ended" for worker in self.workers.values()):
             return
@@ -713,19 +711,7 @@ class Coordinator:
         if (generation := self._record.read(self._generation + 1)) is not None:
             self._accept(generation)
             return
-        nodes = {self._node_of(member) for member in self._members if self._generation > 0}
-        out_of_reach = nodes and all(self.agents[index].lost for index in nodes)
-        if out_of_reach and nodes - self._registry.closed_ports(nodes):
-            # Some of the members may live: the attempt continues there, and its outcome is theirs.
-            # Where they can be reached, this agent was stopped, or their link was broken.
-            again = Port.OPEN in self._registry.probe(nodes).values()
-            log.info(
-                "the other nodes continue without this one; its agent ends%s",
-                ", and the next one joins them" * again,
-            )
-            for agent in self.agents.values():
-                if not agent.lost:  # a lost one that has connected again may hold the members
-                    self._command(agent.index, "end", again=again)
+        if self._leaves_to_others(now):
             return
         self.outcome = self._causes.outcome(self.workers, self._record.losses())
         path = self._run.outcome(self._spec.attempt)
@@ -734,3 +720,31 @@ class Coordinator:
         except OSError as error:  # a full disk: the agents' output informs the launcher
             log.warning("the outcome could not be written: %s", error)
         self._command(None, "end")
+
+    def _leaves_to_others(self, now: float) -> bool:
+        """Return whether the attempt's outcome is left to nodes that may continue without this one.
+
+        If some of the members may live, the attempt continues there. Where they can be reached,
+        this agent was stopped, or their link was broken.
+        """
+        if self._generation <= 0:
+            return False
+        nodes = {self._node_of(member) for member in self._members}
+        if not all(self.agents[index].lost for index in nodes):
+            self._out_of_reach_since = None
+            return False
+        self._out_of_reach_since = self._out_of_reach_since or now
+        ports = self._registry.ports(nodes, now, self._out_of_reach_since)
+        again = Port.OPEN in ports.values()
+        if len(ports) < len(nodes) and not again:
+            return True  # in the next turns the others are probed
+        if all(port is Port.CLOSED for port in ports.values()):
+            return False
+        log.info(
+            "the other nodes continue without this one; its agent ends%s",
+            ", and the next one joins them" * again,
+        )
+        for agent in self.agents.values():
+            if not agent.lost:  # a lost one that has connected again may hold the members
+                self._command(agent.index, "end", again=again)
+        return True

@@ -28,7 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from orchestrator.agent.links import Peer, Port, closed_ports, is_port_closed, probe_ports
+from orchestrator.agent.links import Peer, Port, probe_ports
 from orchestrator.agent.node_spec import published_agents
 from orchestrator.agent.topology import node_names, own_job_id
 from orchestrator.clusters.api import Culprit
@@ -247,7 +247,7 @@ def _await_agents(run: RunDir, attempt: int) -> None:
     peers = published_agents(run, attempt)
     reported = False
     while not run.outcome(attempt).exists():
-        if all(is_port_closed(peer.address, peer.port, REACH_S, unknown=True) for peer in peers):
+        if Port.OPEN not in probe_ports({peer.node: peer for peer in peers}, REACH_S).values():
             return
         if not reported:
             print_note("srun has ended, but agents continue; waiting for them")
@@ -307,7 +307,7 @@ def _is_usable(
         return False
     # Where nothing listens, the node's kernel answers.
     known = {peer.node: peer for peer in peers}
-    return closed_ports(known, REACH_S) == known.keys()
+    return all(port is Port.CLOSED for port in probe_ports(known, REACH_S).values())
 
 
 def _daemons_listen(client: SlurmClient, nodes: str) -> bool:
