@@ -26,6 +26,7 @@ from orchestrator.agent.causes import (
 )
 from orchestrator.agent.links import Port
 from orchestrator.agent.liveness import BEAT_S, EVICTED, FINISHED, STOPPED
+from orchestrator.agent.membership import Membership
 from orchestrator.agent.node_spec import NodeSpec
 from orchestrator.agent.restarts import Restarts
 from orchestrator.agent.root_cause import (
@@ -43,8 +44,6 @@ from orchestrator.rundir.folder import MISSING_FOLDER_CHECKS, RunDir
 from orchestrator.rundir.generations import (
     GenerationRecord,
     incarnation_of,
-    member_of,
-    message_of,
     rank_of,
 )
 from orchestrator.rundir.outcome import Culprit
@@ -77,21 +76,12 @@ class Coordinator:
         self.agents = self._registry.agents
         self.workers = {rank: WorkerState(rank) for rank in range(spec.ranks)}
         generations = list(self._record.since(0))
-        newest = generations[-1] if generations else None
-        self._generation: int = newest["generation"] if newest else -1
-        self._members: list[int] = newest["members"] if newest else list(range(spec.ranks))
-        self._member_set = set(self._members)
-        self._message = message_of(newest) if newest else {}
+        self._members = Membership(spec.ranks, generations)
         for generation in generations:  # a member may have joined, and been lost again
             for member in generation["members"]:
                 worker = self.workers[rank_of(member, spec.ranks)]
                 worker.incarnation = max(worker.incarnation, incarnation_of(member, spec.ranks))
-        self._hung: set[int] = set()  # members whose own code has hung
-        for generation in generations:
-            self._hung.update(generation.get("hung", ()))
-        self._lost_members: set[int] = set()  # members lost since the newest generation
         self.changed = True  # since the last tick
-        self._noticed = 0.0  # when the newest loss was
         self._finished = False  # a worker has
         self._out_of_reach_since: float | None = None  # all members are
         self._looked_for_room = 0.0
@@ -158,8 +148,8 @@ class Coordinator:
                 self._kill(worker.rank)
         self._keep_members(here)
         # An earlier coordinator may have announced a standstill that has ended since.
-        if self._generation >= 0:
-            self._command(index, "tell", rank=None, message=self._message)
+        if self._members.generation >= 0:
+            self._command(index, "tell", rank=None, message=self._members.message)
         self._command(index, "tell", rank=None, message={"standstill_s": None})
         self._standstills.announce_again()
         self._announced_newcomers = False
@@ -174,7 +164,7 @@ class Coordinator:
         continued without them.
         """
         alive = {rank for rank in ranks if self.workers[rank].state == "alive"}
-        back = {self._member(rank) for rank in alive} & self._lost_members
+        back = {self._member(rank) for rank in alive} & self._members.lost
         if not self._over:  # those whose unit is incomplete stay lost
             parts = {rank for rank in alive if not alive.issuperset(self._spec.failure_unit(rank))}
             for rank in [rank for rank in parts if self._member(rank) in back]:
@@ -182,7 +172,7 @@ class Coordinator:
                 if self.workers[rank].killed_at is None:
                     self._kill(rank)
         if back:
-            self._lost_members -= back
+            self._members.lost -= back
             self._causes.forget_losses(back)
 
     def heard(self, index: int) -> None:
@@ -237,7 +227,7 @@ class Coordinator:
             self.workers[worker.rank] = worker
             self._standstills.forget(worker.rank)
             self._restarts.cancel(worker.rank)  # it lives: its agent was only late
-            if self._over and not self._is_member(worker):
+            if self._over and not self._members.includes(worker):
                 self._kill(worker.rank)  # it came too late to join
         elif kind == "exit":
             # The exit of an earlier process may come late: its successor lives.
@@ -279,7 +269,7 @@ class Coordinator:
             worker.can_save, worker.left_after = True, event["updates"]
             worker.failed = event.get("failed", False)
             member = self._member(worker.rank)
-            if member in self._member_set and member not in self._lost_members:
+            if self._members.among([member]) - self._members.lost:
                 self._end_others()  # it has lost a peer, whose end may not be known yet
 
     def _check_stopped(self, worker: WorkerState, seconds: float) -> None:
@@ -318,9 +308,9 @@ class Coordinator:
     def _on_abnormal_end(self, end: AbnormalEnd, ranks: list[int], final_state: str = "") -> None:
         """Record a failure, or a loss that the other workers survive."""
         members = [self._member(rank) for rank in ranks]
-        lost = self._member_set.intersection(members)
+        lost = self._members.among(members)
         # Also true of a process that is no member, and if the loss of each member is known already.
-        others_unaffected = final_state == EVICTED or not lost - self._lost_members
+        others_unaffected = final_state == EVICTED or lost <= self._members.lost
         taken_away = not final_state and -end.status in EXTERNAL_KILL_SIGNALS
         # Others that have finished do not redo its updates.
         survived = taken_away and self._survives_losses and not self._finished
@@ -330,25 +320,20 @@ class Coordinator:
             self._causes.add_end(end)
             self._end_others()
             return
-        if lost and not lost <= self._lost_members:
+        if not lost <= self._members.lost:
             self._causes.add_loss(end, members)
         # End the workers that are lost together with these.
         units = map(self._spec.failure_unit, ranks)
         rest = set(chain.from_iterable(units)).difference(ranks)
         for rank in [rank for rank in rest if self.workers[rank].state != "ended"]:
             self._kill(rank)
-            lost |= {self._member(rank)}.intersection(self._member_set)
-        if lost - self._lost_members:
-            self._lost_members |= lost
-            self._noticed = self._clock()
+            lost |= self._members.among([self._member(rank)])
+        if self._members.lose(lost, self._clock()):
             restart_waits(self.workers.values(), self._clock())
         for rank in ranks:
             # Its "", for no message, would have `_decide` report a survived loss as FAILED.
             self.workers[rank].final_state = None
             self._schedule_restart(rank)
-
-    def _is_member(self, worker: WorkerState) -> bool:
-        return worker.state != "ended" and self._member(worker.rank) in self._member_set
 
     def _end_in_order(self) -> None:
         """Form no further generation and restart no worker, since a worker has ended."""
@@ -357,7 +342,7 @@ class Coordinator:
             self._restarts.cancel_all()
             self._to_worker(None, left=True)
             for worker in self.workers.values():
-                if worker.state == "alive" and not self._is_member(worker):
+                if worker.state == "alive" and not self._members.includes(worker):
                     self._kill(worker.rank)
 
     def _end_others(self) -> None:
@@ -375,8 +360,8 @@ class Coordinator:
         # Ranks whose weights differ must not save them: which are right is not known.
         if self._causes.replicas_differ:
             return
-        members = [self.workers[rank_of(member, self._ranks)] for member in self._members]
-        until = self._election.elect(now, [w for w in members if self._is_member(w)])
+        members = [worker for worker in self._processes() if self._members.includes(worker)]
+        until = self._election.elect(now, members)
         if self._election.saver is not None:
             self._to_worker(None, saver=self._election.saver)
         if until is not None:
@@ -404,11 +389,10 @@ class Coordinator:
         culprit = hanging_culprit(self._spec, rank, cause, lines)
         # Code that hangs in a rank's members twice ends the run: it would in a third, too. One that
         # has not joined keeps no other from training.
-        counts = own and stalled is None and self._is_member(worker)
-        member = self._member(rank)
-        again = counts and any(rank_of(m, self._ranks) == rank for m in self._hung - {member})
+        counts = own and stalled is None and self._members.includes(worker)
+        again = counts and self._members.has_hung_before(worker)
         if counts:
-            self._hung.add(member)
+            self._members.hung.add(self._member(rank))
         if self._survives_losses and not again:
             self._kill(rank)
             cause = describe_hang(culprit, self.workers, self._run).cause
@@ -425,7 +409,7 @@ class Coordinator:
         alive = [
             worker
             for worker in self.workers.values()
-            if worker.state == "alive" and self._is_member(worker)
+            if worker.state == "alive" and self._members.includes(worker)
         ]
         finding = self._standstills.check(now, alive, over=self._over)
         if finding.informs:
@@ -481,24 +465,28 @@ class Coordinator:
     @property
     def _survives_losses(self) -> bool:
         """Return whether the others continue without a lost worker: they have begun to train."""
-        return self._spec.survive and self._generation >= 0
+        return self._spec.survive and self._members.generation >= 0
 
     @property
     def _silence_s(self) -> float:
         """Return for how long an agent or a stopped worker may be silent."""
         return self._spec.silence_s if self._survives_losses else self._spec.heartbeat_s
 
+    def _processes(self) -> list[WorkerState]:
+        """Return the newest process of each rank that has a member, in the members' order."""
+        return [self.workers[rank_of(member, self._ranks)] for member in self._members.current]
+
     def _member(self, rank: int) -> int:
-        return member_of(rank, self.workers[rank].incarnation, self._ranks)
+        return self._members.number_of(self.workers[rank])
 
     @property
     def awaits_losses(self) -> bool:
         """Return whether a loss waits for further ones."""
-        return bool(self._lost_members)
+        return bool(self._members.lost)
 
     def tick(self) -> None:
         """Take the decisions that are due. Costs a look at every rank."""
-        self.changed = bool(self._lost_members)  # whose decision is due in a moment
+        self.changed = bool(self._members.lost)  # whose decision is due in a moment
         if self.outcome is not None:
             return
         now = self._clock()
@@ -518,22 +506,22 @@ class Coordinator:
         if beat_due and self._standstills.may_be_due and not self._killed:
             self._check_standstill(now)
         self._check_agents(now)
-        if any(self._is_member(worker) for worker in self.workers.values()):
+        if any(self._members.includes(worker) for worker in self.workers.values()):
             self._memberless_since = None
         else:
             self._memberless_since = self._memberless_since or now
             # A node whose link has broken may connect again, with members that train.
-            away = any(self.agents[self._node_of(member)].lost for member in self._members)
+            away = any(self.agents[self._node_of(member)].lost for member in self._members.current)
             if not away or now - self._memberless_since >= self._spec.silence_s:
                 self._end_in_order()
         if not self._over:
-            if self._generation < 0 and all(
+            if self._members.generation < 0 and all(
                 worker.code is not None for worker in self.workers.values()
             ):
-                self._publish(0, self._members, code=self.workers[0].code)
+                self._publish(0, self._members.current, code=self.workers[0].code)
             # Another coordinator, which considered this one lost, may have recorded one.
-            if beat_due and (generation := self._record.read(self._generation + 1)) is not None:
-                self._accept(generation)
+            if beat_due:
+                self._adopt_next()
             self._next_generation(now)
             self._grow(now)
             self._restart(now)
@@ -583,7 +571,7 @@ class Coordinator:
 
     def _check_agents(self, now: float) -> None:
         """Lose agents that are silent, have ended, or did not connect in time."""
-        formed = self._generation >= 0
+        formed = self._members.generation >= 0
         for loss in self._registry.check(now, self._silence_s, formed=formed):
             if loss.disconnects:
                 self._command(loss.index, "disconnect")
@@ -591,9 +579,9 @@ class Coordinator:
 
     def _next_generation(self, now: float) -> None:
         """Publish a generation without the lost members, once all other agents are known."""
-        if not self._lost_members or now - self._noticed < LOSS_WAIT_S:
+        if not self._members.lost or now - self._members.noticed_at < LOSS_WAIT_S:
             return
-        remaining = [member for member in self._members if member not in self._lost_members]
+        remaining = self._members.remaining
         if not remaining:
             return
         # Those that are lost together should cost one generation; but agents that are only late
@@ -601,23 +589,23 @@ class Coordinator:
         if self._registry.awaits_connections(now):
             return
         is_smaller = self._is_smaller_half(now, len(remaining))
-        if is_smaller and now - self._noticed < self._spec.silence_s:
+        if is_smaller and now - self._members.noticed_at < self._spec.silence_s:
             return
-        gone, why = sorted(self._lost_members), self._causes.describe_losses(self._lost_members)
-        self._publish(self._generation + 1, remaining, gone=gone, why=why)
+        gone, why = sorted(self._members.lost), self._causes.describe_losses(self._members.lost)
+        self._publish(self._members.generation + 1, remaining, gone=gone, why=why)
 
     def _is_smaller_half(self, now: float, remaining: int) -> bool:
         """Return whether the unreachable workers, not known to have died, outnumber this side's.
 
         They may be about to continue without it.
         """
-        if 2 * len(self._lost_members) <= len(self._members):
+        if 2 * len(self._members.lost) <= len(self._members.current):
             return False
-        nodes = [self._node_of(member) for member in self._lost_members]
+        nodes = [self._node_of(member) for member in self._members.lost]
         lost = Counter(node for node in nodes if self.agents[node].lost)
         # Workers end with their agent, so behind a closed port none continues.
         ended = {node for node in lost if self.agents[node].port is Port.CLOSED}
-        ports = self._registry.ports(lost.keys() - ended, now, self._noticed)
+        ports = self._registry.ports(lost.keys() - ended, now, self._members.noticed_at)
         ended.update(node for node, port in ports.items() if port is Port.CLOSED)
         return sum(count for node, count in lost.items() if node not in ended) > remaining
 
@@ -629,9 +617,9 @@ class Coordinator:
 
         If they died meanwhile, the same members continue.
         """
-        if self._lost_members or self._generation < 0:
+        if self._members.lost or self._members.generation < 0:
             return
-        taken = {rank_of(member, self._ranks) for member in self._members}
+        taken = {rank_of(member, self._ranks) for member in self._members.current}
         waiting = {
             worker.rank
             for worker in self.workers.values()
@@ -643,28 +631,26 @@ class Coordinator:
         if announce and now - self._looked_for_room > BEAT_S:
             self._looked_for_room = now
             # Without room for it the members would wait at the boundary in vain.
-            if self._record.has_room([*self._members, *newcomers]):
+            if self._record.has_room([*self._members.current, *newcomers]):
                 self._announced_newcomers = True
                 # One rank is enough: at the next boundary it informs all others.
-                leader = rank_of(self._members[0], self._ranks)
+                leader = rank_of(self._members.current[0], self._ranks)
                 self._to_worker(leader, newcomers=True)
-        states = [self.workers[rank_of(m, self._ranks)] for m in self._members]
-        if all(
-            state.awaits_newcomers is not None and state.awaits_newcomers[0] == self._generation
-            for state in states
-        ):
-            updates = max(state.awaits_newcomers[1] for state in states if state.awaits_newcomers)
+        boundaries = [worker.awaits_newcomers for worker in self._processes()]
+        number = self._members.generation
+        if all(boundary is not None and boundary[0] == number for boundary in boundaries):
+            updates = max(boundary[1] for boundary in boundaries if boundary is not None)
             joined = {str(member): [] for member in newcomers}
-            self._publish(
-                self._generation + 1, [*self._members, *newcomers], joined=joined, updates=updates
-            )
+            members = [*self._members.current, *newcomers]
+            self._publish(number + 1, members, joined=joined, updates=updates)
 
     def _publish(self, number: int, members: list[int], **more: Any) -> None:
         """Publish a generation; without disk space, retry at the next tick. Those that wait for it
         learn once a second that it is still to come.
         """
-        if self._hung:  # what a later coordinator could learn from no agent that has replaced them
-            more["hung"] = sorted(self._hung)
+        # A later coordinator could learn it from no agent that has replaced these processes.
+        if self._members.hung:
+            more["hung"] = sorted(self._members.hung)
         try:
             # Another coordinator's, if that one was faster: the first record of a number counts.
             generation = self._record.publish(number, members, **more, time=time.time())
@@ -679,24 +665,25 @@ class Coordinator:
 
     def adopt_generations(self) -> None:
         """Adopt what another coordinator has recorded while this one was stopped."""
-        while (generation := self._record.read(self._generation + 1)) is not None:
+        while self._adopt_next():
+            pass
+
+    def _adopt_next(self) -> bool:
+        """Adopt the next generation if another coordinator has recorded it; return whether so."""
+        generation = self._record.read(self._members.generation + 1)
+        if generation is not None:
             self._accept(generation)
+        return generation is not None
 
     def _accept(self, generation: Mapping[str, Any]) -> None:
         """Adopt the recorded generation and send it to all workers."""
-        self._message = message_of(generation)
-        self._generation, self._members = generation["generation"], list(generation["members"])
-        self._member_set = set(self._members)
-        self._hung.update(generation.get("hung", ()))
-        self._lost_members &= self._member_set
-        self._noticed = self._clock() if self._lost_members else 0.0
+        self._members.adopt(generation, self._clock())
         self._announced_newcomers, self._looked_for_room, self._delay_told = False, 0.0, 0.0
         restart_waits(self.workers.values(), self._clock())
         for worker in self.workers.values():
-            worker.wants_to_join = (
-                worker.wants_to_join and self._member(worker.rank) not in self._member_set
-            )
-        self._to_worker(None, **self._message)
+            if worker.wants_to_join and self._members.among([self._member(worker.rank)]):
+                worker.wants_to_join = False
+        self._to_worker(None, **self._members.message)
 
     # ------------------------------------------------------------------ the end
 
@@ -708,8 +695,7 @@ class Coordinator:
             return
         # While this agent was stopped, the others may have continued without it, and its ranks may
         # have failed, since it sent them no generation.
-        if (generation := self._record.read(self._generation + 1)) is not None:
-            self._accept(generation)
+        if self._adopt_next():
             return
         if self._leaves_to_others(now):
             return
@@ -727,9 +713,9 @@ class Coordinator:
         If some of the members may live, the attempt continues there. Where they can be reached,
         this agent was stopped, or their link was broken.
         """
-        if self._generation <= 0:
+        if self._members.generation <= 0:
             return False
-        nodes = {self._node_of(member) for member in self._members}
+        nodes = {self._node_of(member) for member in self._members.current}
         if not all(self.agents[index].lost for index in nodes):
             self._out_of_reach_since = None
             return False
