@@ -35,7 +35,7 @@ from orchestrator.agent.root_cause import (
     stopped_cause,
     tail,
 )
-from orchestrator.agent.saver_election import GRACE_S, SaverElection
+from orchestrator.agent.saver_election import SaverElection
 from orchestrator.agent.stacks import STACK_S
 from orchestrator.agent.standstills import Standstills, restart_waits
 from orchestrator.agent.worker_state import WorkerState
@@ -91,7 +91,6 @@ class Coordinator:
         self._restarts = Restarts(spec, self._record)
         self._causes = Causes(spec)
         self._kill_at: dict[int, float] = {}  # by rank; it is asked for its stack before
-        self._give_up_at: float | None = None
         self._memberless_since: float | None = None  # no member is known to live
         self._election = SaverElection(spec.hang_s)
         self._killed = False
@@ -234,9 +233,8 @@ class Coordinator:
             if worker.state != "ended" and worker.incarnation == event["incarnation"]:
                 worker.state, worker.wants_to_join, worker.exited = "ended", False, True
                 self._standstills.forget(worker.rank)
-                # It has saved, or will not any more: the others need not wait until `SAVE_S`.
-                if self._election.saver == worker.rank and self._give_up_at is not None:
-                    self._give_up_at = min(self._give_up_at, self._clock() + GRACE_S)
+                if worker.rank == self._election.saver:
+                    self._election.end(self._clock())
                 self._on_exit(index, event)
             elif worker.sleeps and worker.incarnation == event["incarnation"]:
                 worker.sleeps, worker.exited = False, True
@@ -348,24 +346,22 @@ class Coordinator:
     def _end_others(self) -> None:
         """Give the workers that a failed one leaves behind a moment to write what they saw."""
         self._end_in_order()
-        if self._give_up_at is None:
+        if self._election.until is None:
             self._command(None, "keep positions", stacks=False)
             self._to_worker(None, failed=True)
-            self._give_up_at = self._clock() + GRACE_S
+            self._election.begin(self._clock())
 
     def _elect_saver(self, now: float) -> None:
         """Choose who saves the last boundary of a failed attempt, if due (`saver_election.py`)."""
-        if self._give_up_at is None or self._killed or self._election.saver is not None:
+        if self._election.until is None or self._killed or self._election.saver is not None:
             return
         # Ranks whose weights differ must not save them: which are right is not known.
         if self._causes.replicas_differ:
             return
         members = [worker for worker in self._processes() if self._members.includes(worker)]
-        until = self._election.elect(now, members)
+        self._election.elect(now, members)
         if self._election.saver is not None:
             self._to_worker(None, saver=self._election.saver)
-        if until is not None:
-            self._give_up_at = until
 
     def _give_up(
         self,
@@ -501,7 +497,7 @@ class Coordinator:
                 self._causes.blame(
                     Culprit(rank=None, node=self._spec.name, cause=cause, usage=True)
                 )
-                self._give_up_at = now
+                self._election.until = now
                 self._end_in_order()
         if beat_due and self._standstills.may_be_due and not self._killed:
             self._check_standstill(now)
@@ -525,14 +521,15 @@ class Coordinator:
             self._next_generation(now)
             self._grow(now)
             self._restart(now)
-        # The order matters: `_end_others` sets `_give_up_at`, without which no saver is elected;
-        # `_elect_saver` may extend it, so it comes before the test of it.
+        # The order matters: without `_end_others` no saver is elected; an election may extend the
+        # time that it gave, so it comes before the test of it.
         for rank in [rank for rank, at in self._kill_at.items() if now >= at]:
             del self._kill_at[rank]
             self._kill(rank)
             self._end_others()  # a process that sleeps in the kernel may not end
         self._elect_saver(now)
-        if self._give_up_at is not None and now >= self._give_up_at and not self._killed:
+        until = self._election.until
+        if until is not None and now >= until and not self._killed:
             # All that failed so far only lost a peer, and an agent is silent, and may be lost: then
             # its node is the root cause.
             if self._causes.are_secondary and self._registry.is_any_silent(now):

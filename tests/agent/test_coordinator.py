@@ -7,7 +7,6 @@ import pytest
 
 from orchestrator.agent.agent_registry import COME_S
 from orchestrator.agent.coordinator import (
-    GRACE_S,
     KILL_S,
     LOSS_WAIT_S,
     Coordinator,
@@ -16,6 +15,7 @@ from orchestrator.agent.liveness import RankPosition
 from orchestrator.agent.node_spec import publish_agent
 from orchestrator.agent.restarts import MOST_FRUITLESS, REST_S
 from orchestrator.agent.root_cause import NOT_JOINED
+from orchestrator.agent.saver_election import GRACE_S
 from orchestrator.agent.stacks import STACK_S
 from orchestrator.engine.common.rendezvous import listen
 from orchestrator.errors import RunFolderError
