@@ -4,6 +4,19 @@ It receives every start and end of a worker and of an agent, and decides the mem
 generation, which workers are restarted, and how the attempt ended. State that must outlive it is in
 the attempt's folder: the record of generations, and finally `outcome.json`. Everything else
 arrives with each agent's first message, so any agent can take over.
+
+| an attempt | until | meanwhile `tick` decides on |
+|---|---|---|
+| forms | all workers are ready to train | its first generation |
+| trains | a worker ends in order or fails, or no member lives | losses, restarts, newcomers |
+| is over (`_over`) | all workers have ended | its outcome |
+| fails: it is over, and others remain | their time is up (`_election.until`) | who saves |
+| is killed (`_killed`) | all workers have ended, or sleep in the kernel | its outcome |
+
+Parts with a state of their own find what is due, and know nothing of the coordinator: the agents
+(`agent_registry.py`), members (`membership.py`), restarts (`restarts.py`), ranks that make no
+progress (`standstills.py`), the last save (`saver_election.py`), and causes of the end
+(`causes.py`).
 """
 
 from __future__ import annotations
@@ -81,22 +94,22 @@ class Coordinator:
             for member in generation["members"]:
                 worker = self.workers[rank_of(member, spec.ranks)]
                 worker.incarnation = max(worker.incarnation, incarnation_of(member, spec.ranks))
-        self.changed = True  # since the last tick
-        self._finished = False  # a worker has
-        self._out_of_reach_since: float | None = None  # all members are
-        self._looked_for_room = 0.0
-        self._delay_told = 0.0
-        self._announced_newcomers = False
-        self._over = False  # a worker has ended in order, or failed: no generation follows
         self._restarts = Restarts(spec, self._record)
-        self._causes = Causes(spec)
-        self._kill_at: dict[int, float] = {}  # by rank; it is asked for its stack before
-        self._memberless_since: float | None = None  # no member is known to live
-        self._election = SaverElection(spec.hang_s)
-        self._killed = False
-        self._killed_at = 0.0
         self._standstills = Standstills(spec)
+        self._election = SaverElection(spec.hang_s)
+        self._causes = Causes(spec)
+        # Of the next generation:
+        self._announced_newcomers = False
+        self._looked_for_room = self._delay_announced = 0.0
+        self._memberless_since: float | None = None  # no member is known to live
+        # Of the attempt's end:
+        self._over = False  # a worker has ended in order, or failed: no generation follows
+        self._finished = False  # a worker has
+        self._kill_at: dict[int, float] = {}  # by rank; it is asked for its stack before
+        self._killed, self._killed_at = False, 0.0
+        self._out_of_reach_since: float | None = None  # all members are
         self.outcome: dict[str, Any] | None = None
+        self.changed = True  # since the last tick
         self._commands: list[tuple[int | None, dict[str, Any]]] = []
         for index in lost:
             self._lose_agent(index)
@@ -105,18 +118,6 @@ class Coordinator:
         """Return and clear the pending commands: (agent index, None for all; message)."""
         commands, self._commands = self._commands, []
         return commands
-
-    def _command(self, agent: int | None, command: str, **values: Any) -> None:
-        self._commands.append((agent, {"command": command, **values}))
-
-    def _kill(self, rank: int) -> None:
-        worker = self.workers[rank]
-        worker.killed_at = worker.killed_at or self._clock()
-        self._command(self._spec.node_of(rank), "kill", rank=rank)
-
-    def _to_worker(self, rank: int | None, **message: Any) -> None:
-        agent = None if rank is None else self._spec.node_of(rank)
-        self._command(agent, "tell", rank=rank, message=message)
 
     # ------------------------------------------------------------------ agents
 
@@ -129,8 +130,9 @@ class Coordinator:
         self.changed = True
         known = {worker["rank"]: worker for worker in workers}
         # An agent starts its workers before it connects; a restarted one has none of the earlier.
-        here = self._spec.ranks_of(index)
-        self._lose_ranks(index, [r for r in here if not self.workers[r].is_gone and r not in known])
+        own_ranks = self._spec.ranks_of(index)
+        earlier = [rank for rank in own_ranks if not self.workers[rank].is_gone]
+        self._lose_ranks(index, [rank for rank in earlier if rank not in known])
         self._registry.connect(index, self._clock())
         # Before `_keep_members`: a worker may have ended while the link was broken.
         for rank, worker in known.items():
@@ -141,11 +143,11 @@ class Coordinator:
                 if not handled or event["event"] == "exit":
                     self.handle_event(index, event)
         # What was sent while the link was broken is lost, so repeat what still holds.
-        for worker in map(self.workers.__getitem__, here):
+        for worker in map(self.workers.__getitem__, own_ranks):
             if worker.state == "alive" and worker.killed_at is not None:
                 worker.killed_at = None
                 self._kill(worker.rank)
-        self._keep_members(here)
+        self._keep_members(own_ranks)
         # An earlier coordinator may have announced a standstill that has ended since.
         if self._members.generation >= 0:
             self._command(index, "tell", rank=None, message=self._members.message)
@@ -163,16 +165,16 @@ class Coordinator:
         continued without them.
         """
         alive = {rank for rank in ranks if self.workers[rank].state == "alive"}
-        back = {self._member(rank) for rank in alive} & self._members.lost
+        members = {self._member(rank) for rank in alive} & self._members.lost
         if not self._over:  # those whose unit is incomplete stay lost
             parts = {rank for rank in alive if not alive.issuperset(self._spec.failure_unit(rank))}
-            for rank in [rank for rank in parts if self._member(rank) in back]:
-                back.discard(self._member(rank))
+            for rank in [rank for rank in parts if self._member(rank) in members]:
+                members.discard(self._member(rank))
                 if self.workers[rank].killed_at is None:
                     self._kill(rank)
-        if back:
-            self._members.lost -= back
-            self._causes.forget_losses(back)
+        if members:
+            self._members.lost -= members
+            self._causes.forget_losses(members)
 
     def heard(self, index: int) -> None:
         self.agents[index].heard = self._clock()
@@ -183,6 +185,13 @@ class Coordinator:
         """
         self.changed = True
         self.agents[index].connected = False
+
+    def wanted_agents(self) -> list[int]:
+        """Return the nodes with ranks that are to start again, but with no agent."""
+        if self._over:
+            return []
+        nodes = {self._spec.node_of(rank) for rank in self._restarts.ranks}
+        return sorted(index for index in nodes if self.agents[index].lost)
 
     def _lose_agent(self, index: int, cause: str = AGENT_GONE) -> None:
         self.changed = True
@@ -278,6 +287,41 @@ class Coordinator:
         await_stack(worker, self._run)
         self._give_up(worker, stopped_cause(limit_s), stalled="stopped")
 
+    def _give_up(
+        self,
+        worker: WorkerState,
+        cause: str,
+        lines: Iterable[str] = (),
+        *,
+        stalled: Stalled | None = None,
+        own: bool = True,
+    ) -> None:
+        """End a worker that hangs: the others continue without it, or the attempt fails.
+
+        Args:
+            lines: of its stack or log.
+            own: its own code hangs, unless it is `stalled`.
+        """
+        if worker.given_up:
+            return
+        rank = worker.rank
+        worker.given_up = cause
+        culprit = hanging_culprit(self._spec, rank, cause, lines)
+        # Code that hangs in a rank's members twice ends the run: it would in a third, too. One that
+        # has not joined keeps no other from training.
+        counts = own and stalled is None and self._members.includes(worker)
+        again = counts and self._members.has_hung_before(worker)
+        if counts:
+            self._members.hung.add(self._member(rank))
+        if self._survives_losses and not again:
+            self._kill(rank)
+            cause = describe_hang(culprit, self.workers, self._run).cause
+            self._warn(rank, f"{cause}; it is ended, and the others go on without it")
+        elif not self._causes.is_known:
+            self._causes.blame(culprit, stalled)
+            self._command(None, "keep positions", stacks=True)
+            self._kill_at[rank] = self._clock() + STACK_S
+
     def _on_exit(self, index: int, event: Mapping[str, Any]) -> None:
         """Handle a worker's end. Without its final message it is a failure, whatever its status."""
         rank, final_state = event["rank"], event["final_state"]
@@ -322,83 +366,68 @@ class Coordinator:
             self._causes.add_loss(end, members)
         # End the workers that are lost together with these.
         units = map(self._spec.failure_unit, ranks)
-        rest = set(chain.from_iterable(units)).difference(ranks)
-        for rank in [rank for rank in rest if self.workers[rank].state != "ended"]:
+        others = set(chain.from_iterable(units)).difference(ranks)
+        for rank in [rank for rank in others if self.workers[rank].state != "ended"]:
             self._kill(rank)
             lost |= self._members.among([self._member(rank)])
         if self._members.lose(lost, self._clock()):
             restart_waits(self.workers.values(), self._clock())
         for rank in ranks:
-            # Its "", for no message, would have `_decide` report a survived loss as FAILED.
+            # Its "", for no message, would make a survived loss a failure of the attempt.
             self.workers[rank].final_state = None
             self._schedule_restart(rank)
 
-    def _end_in_order(self) -> None:
-        """Form no further generation and restart no worker, since a worker has ended."""
+    def _schedule_restart(self, rank: int) -> None:
+        """Schedule a lost rank's next process; warn if none is started though it is expected."""
+        warning = self._restarts.schedule(rank, self.workers, self._clock(), over=self._over)
+        if warning is not None:
+            self._warn(rank, warning)
+
+    # ------------------------------------------------------------------ decisions that are due
+
+    @property
+    def awaits_losses(self) -> bool:
+        """Return whether a loss waits for further ones."""
+        return bool(self._members.lost)
+
+    def tick(self) -> None:
+        """Take the decisions that are due. Costs a look at every rank."""
+        self.changed = bool(self._members.lost)  # whose decision is due in a moment
+        if self.outcome is not None:
+            return
+        now = self._clock()
+        beat_due = now - self._beat_at >= BEAT_S
+        if beat_due:
+            self._beat_at = now
+            self._check_folder(now)
+            if self._standstills.may_be_due and not self._killed:
+                self._check_standstill(now)
+        self._check_agents(now)
+        self._check_members(now)
         if not self._over:
-            self._over = True
-            self._restarts.cancel_all()
-            self._to_worker(None, left=True)
-            for worker in self.workers.values():
-                if worker.state == "alive" and not self._members.includes(worker):
-                    self._kill(worker.rank)
+            if self._members.generation < 0:
+                self._begin()
+            # Another coordinator, which considered this one lost, may have recorded one.
+            if beat_due:
+                self._adopt_next()
+            self._next_generation(now)
+            self._grow(now)
+            self._restart(now)
+        self._kill_hanging(now)
+        self._elect_saver(now)  # it may extend the time of those that remain
+        if self._kill_remaining(now):
+            self._leave_sleepers(now)
+            self._perhaps_over(now)
 
-    def _end_others(self) -> None:
-        """Give the workers that a failed one leaves behind a moment to write what they saw."""
-        self._end_in_order()
-        if self._election.until is None:
-            self._command(None, "keep positions", stacks=False)
-            self._to_worker(None, failed=True)
-            self._election.begin(self._clock())
-
-    def _elect_saver(self, now: float) -> None:
-        """Choose who saves the last boundary of a failed attempt, if due (`saver_election.py`)."""
-        if self._election.until is None or self._killed or self._election.saver is not None:
-            return
-        # Ranks whose weights differ must not save them: which are right is not known.
-        if self._causes.replicas_differ:
-            return
-        members = [worker for worker in self._processes() if self._members.includes(worker)]
-        self._election.elect(now, members)
-        if self._election.saver is not None:
-            self._to_worker(None, saver=self._election.saver)
-
-    def _give_up(
-        self,
-        worker: WorkerState,
-        cause: str,
-        lines: Iterable[str] = (),
-        *,
-        stalled: Stalled | None = None,
-        own: bool = True,
-    ) -> None:
-        """End a worker that hangs: the others continue without it, or the attempt fails.
-
-        Args:
-            lines: of its stack or log.
-            own: its own code hangs, unless it is `stalled`.
-        """
-        if worker.given_up:
-            return
-        rank = worker.rank
-        worker.given_up = cause
-        culprit = hanging_culprit(self._spec, rank, cause, lines)
-        # Code that hangs in a rank's members twice ends the run: it would in a third, too. One that
-        # has not joined keeps no other from training.
-        counts = own and stalled is None and self._members.includes(worker)
-        again = counts and self._members.has_hung_before(worker)
-        if counts:
-            self._members.hung.add(self._member(rank))
-        if self._survives_losses and not again:
-            self._kill(rank)
-            cause = describe_hang(culprit, self.workers, self._run).cause
-            self._warn(rank, f"{cause}; it is ended, and the others go on without it")
-        elif not self._causes.is_known:
-            self._causes.blame(culprit, stalled)
-            self._command(None, "keep positions", stacks=True)
-            self._kill_at[rank] = self._clock() + STACK_S
-
-    # ------------------------------------------------------------------ standstills
+    def _check_folder(self, now: float) -> None:
+        """End an attempt whose folder was removed: nothing that it computes could be saved."""
+        missing = not is_folder(self._run.attempt(self._spec.attempt))
+        self._folder_missing = self._folder_missing + 1 if missing else 0
+        if not self._killed and self._folder_missing >= MISSING_FOLDER_CHECKS:
+            cause = self._run.removed_message
+            self._causes.blame(Culprit(rank=None, node=self._spec.name, cause=cause, usage=True))
+            self._election.until = now
+            self._end_in_order()
 
     def _check_standstill(self, now: float) -> None:
         """Act on ranks that make no progress (`standstills.py`)."""
@@ -425,147 +454,6 @@ class Coordinator:
         )
         self._end_others()
 
-    def _warn(self, rank: int, sentence: str, about: About = "rank") -> None:
-        path = self._run.warnings(self._spec.attempt, self._spec.node_of(rank))
-        warn_of(path, rank, sentence, about=about)
-
-    # ------------------------------------------------------------------ restarts of workers
-
-    def _schedule_restart(self, rank: int) -> None:
-        """Schedule a lost rank's next process; warn if none is started though it is expected."""
-        warning = self._restarts.schedule(rank, self.workers, self._clock(), over=self._over)
-        if warning is not None:
-            self._warn(rank, warning)
-
-    def _restart(self, now: float) -> None:
-        """Start the next processes of the ranks that are due, where an agent can."""
-        for unit in self._restarts.due_units(now):
-            agent = self.agents[self._spec.node_of(unit[0])]
-            if not agent.is_reachable:
-                continue
-            incarnation = 1 + max(self.workers[rank].incarnation for rank in unit)
-            for rank in unit:
-                self._restarts.cancel(rank)
-                self._command(agent.index, "start", rank=rank, incarnation=incarnation)
-                self.workers[rank] = WorkerState(rank, incarnation)
-
-    def wanted_agents(self) -> list[int]:
-        """Return the nodes with ranks that are to start again, but with no agent."""
-        if self._over:
-            return []
-        nodes = {self._spec.node_of(rank) for rank in self._restarts.ranks}
-        return sorted(index for index in nodes if self.agents[index].lost)
-
-    # ------------------------------------------------------------------ generations
-
-    @property
-    def _survives_losses(self) -> bool:
-        """Return whether the others continue without a lost worker: they have begun to train."""
-        return self._spec.survive and self._members.generation >= 0
-
-    @property
-    def _silence_s(self) -> float:
-        """Return for how long an agent or a stopped worker may be silent."""
-        return self._spec.silence_s if self._survives_losses else self._spec.heartbeat_s
-
-    def _processes(self) -> list[WorkerState]:
-        """Return the newest process of each rank that has a member, in the members' order."""
-        return [self.workers[rank_of(member, self._ranks)] for member in self._members.current]
-
-    def _member(self, rank: int) -> int:
-        return self._members.number_of(self.workers[rank])
-
-    @property
-    def awaits_losses(self) -> bool:
-        """Return whether a loss waits for further ones."""
-        return bool(self._members.lost)
-
-    def tick(self) -> None:
-        """Take the decisions that are due. Costs a look at every rank."""
-        self.changed = bool(self._members.lost)  # whose decision is due in a moment
-        if self.outcome is not None:
-            return
-        now = self._clock()
-        beat_due = now - self._beat_at >= BEAT_S
-        if beat_due:
-            self._beat_at = now
-            missing = not is_folder(self._run.attempt(self._spec.attempt))
-            self._folder_missing = self._folder_missing + 1 if missing else 0
-            if not self._killed and self._folder_missing >= MISSING_FOLDER_CHECKS:
-                # Nothing that the attempt computes could be saved, nor what another start does.
-                cause = self._run.removed_message
-                self._causes.blame(
-                    Culprit(rank=None, node=self._spec.name, cause=cause, usage=True)
-                )
-                self._election.until = now
-                self._end_in_order()
-        if beat_due and self._standstills.may_be_due and not self._killed:
-            self._check_standstill(now)
-        self._check_agents(now)
-        if any(self._members.includes(worker) for worker in self.workers.values()):
-            self._memberless_since = None
-        else:
-            self._memberless_since = self._memberless_since or now
-            # A node whose link has broken may connect again, with members that train.
-            away = any(self.agents[self._node_of(member)].lost for member in self._members.current)
-            if not away or now - self._memberless_since >= self._spec.silence_s:
-                self._end_in_order()
-        if not self._over:
-            if self._members.generation < 0 and all(
-                worker.code is not None for worker in self.workers.values()
-            ):
-                self._publish(0, self._members.current, code=self.workers[0].code)
-            # Another coordinator, which considered this one lost, may have recorded one.
-            if beat_due:
-                self._adopt_next()
-            self._next_generation(now)
-            self._grow(now)
-            self._restart(now)
-        # The order matters: without `_end_others` no saver is elected; an election may extend the
-        # time that it gave, so it comes before the test of it.
-        for rank in [rank for rank, at in self._kill_at.items() if now >= at]:
-            del self._kill_at[rank]
-            self._kill(rank)
-            self._end_others()  # a process that sleeps in the kernel may not end
-        self._elect_saver(now)
-        until = self._election.until
-        if until is not None and now >= until and not self._killed:
-            # All that failed so far only lost a peer, and an agent is silent, and may be lost: then
-            # its node is the root cause.
-            if self._causes.are_secondary and self._registry.is_any_silent(now):
-                # Neither may a sleeper count as a cause now, nor the outcome be written without the
-                # silent agent's node.
-                return
-            self._killed, self._killed_at = True, now
-            self._command(None, "die")
-        self._leave_sleepers(now)
-        self._perhaps_over(now)
-
-    def _leave_sleepers(self, now: float) -> None:
-        """Count processes as ended that SIGKILL does not end: asleep in the kernel, they compute
-        nothing any more, and may wake at any time or never.
-        """
-        for worker in self.workers.values():
-            killed_at = self._killed_at if self._killed else worker.killed_at
-            index = self._spec.node_of(worker.rank)
-            if worker.state != "alive" or not self.agents[index].connected:
-                continue
-            if killed_at is None or now - killed_at < KILL_S:
-                continue
-            worker.state, worker.wants_to_join, worker.sleeps = "ended", False, True
-            self._standstills.forget(worker.rank)
-            sleeps = f"SIGKILL has not ended it in {KILL_S:g} s: it sleeps in the kernel"
-            self._warn(worker.rank, sleeps)
-            end = AbnormalEnd(
-                time=now,
-                node=self._spec.name_of(index),
-                index=index,
-                rank=worker.rank,
-                status=-signal.SIGKILL,
-                why="; ".join(filter(None, [worker.given_up, sleeps])),
-            )
-            self._on_abnormal_end(end, [worker.rank])
-
     def _check_agents(self, now: float) -> None:
         """Lose agents that are silent, have ended, or did not connect in time."""
         formed = self._members.generation >= 0
@@ -573,6 +461,36 @@ class Coordinator:
             if loss.disconnects:
                 self._command(loss.index, "disconnect")
             self._lose_agent(loss.index, loss.cause)
+
+    def _check_members(self, now: float) -> None:
+        """Form no further generation once no member lives that could admit others."""
+        if any(self._members.includes(worker) for worker in self.workers.values()):
+            self._memberless_since = None
+            return
+        self._memberless_since = self._memberless_since or now
+        # A node whose link has broken may connect again, with members that train.
+        away = any(self.agents[self._node_of(member)].lost for member in self._members.current)
+        if not away or now - self._memberless_since >= self._spec.silence_s:
+            self._end_in_order()
+
+    # ------------------------------------------------------------------ generations
+
+    def _begin(self) -> None:
+        """Publish the first generation once all workers are ready to train."""
+        if all(worker.code is not None for worker in self.workers.values()):
+            self._publish(0, self._members.current, code=self.workers[0].code)
+
+    def adopt_generations(self) -> None:
+        """Adopt what another coordinator has recorded while this one was stopped."""
+        while self._adopt_next():
+            pass
+
+    def _adopt_next(self) -> bool:
+        """Adopt the next generation if another coordinator has recorded it; return whether so."""
+        generation = self._record.read(self._members.generation + 1)
+        if generation is not None:
+            self._accept(generation)
+        return generation is not None
 
     def _next_generation(self, now: float) -> None:
         """Publish a generation without the lost members, once all other agents are known."""
@@ -606,9 +524,6 @@ class Coordinator:
         ended.update(node for node, port in ports.items() if port is Port.CLOSED)
         return sum(count for node, count in lost.items() if node not in ended) > remaining
 
-    def _node_of(self, member: int) -> int:
-        return self._spec.node_of(rank_of(member, self._ranks))
-
     def _grow(self, now: float) -> None:
         """Admit new workers at a boundary, once every member waits there for them.
 
@@ -616,11 +531,11 @@ class Coordinator:
         """
         if self._members.lost or self._members.generation < 0:
             return
-        taken = {rank_of(member, self._ranks) for member in self._members.current}
+        member_ranks = {rank_of(member, self._ranks) for member in self._members.current}
         waiting = {
             worker.rank
             for worker in self.workers.values()
-            if worker.wants_to_join and worker.state == "alive" and worker.rank not in taken
+            if worker.wants_to_join and worker.state == "alive" and worker.rank not in member_ranks
         }
         complete = [r for r in sorted(waiting) if waiting.issuperset(self._spec.failure_unit(r))]
         newcomers = [self._member(rank) for rank in complete]
@@ -641,6 +556,18 @@ class Coordinator:
             members = [*self._members.current, *newcomers]
             self._publish(number + 1, members, joined=joined, updates=updates)
 
+    def _restart(self, now: float) -> None:
+        """Start the next processes of the ranks that are due, where an agent can."""
+        for unit in self._restarts.due_units(now):
+            agent = self.agents[self._spec.node_of(unit[0])]
+            if not agent.is_reachable:
+                continue
+            incarnation = 1 + max(self.workers[rank].incarnation for rank in unit)
+            for rank in unit:
+                self._restarts.cancel(rank)
+                self._command(agent.index, "start", rank=rank, incarnation=incarnation)
+                self.workers[rank] = WorkerState(rank, incarnation)
+
     def _publish(self, number: int, members: list[int], **more: Any) -> None:
         """Publish a generation; without disk space, retry at the next tick. Those that wait for it
         learn once a second that it is still to come.
@@ -652,30 +579,18 @@ class Coordinator:
             # Another coordinator's, if that one was faster: the first record of a number counts.
             generation = self._record.publish(number, members, **more, time=time.time())
         except OSError as error:
-            if not self._delay_told:
+            if not self._delay_announced:
                 log.warning("generation %d is recorded later: %s", number, error)
-            if self._clock() - self._delay_told >= BEAT_S:
-                self._delay_told = self._clock()
+            if self._clock() - self._delay_announced >= BEAT_S:
+                self._delay_announced = self._clock()
                 self._to_worker(None, delayed=True)
             return
         self._accept(generation)
 
-    def adopt_generations(self) -> None:
-        """Adopt what another coordinator has recorded while this one was stopped."""
-        while self._adopt_next():
-            pass
-
-    def _adopt_next(self) -> bool:
-        """Adopt the next generation if another coordinator has recorded it; return whether so."""
-        generation = self._record.read(self._members.generation + 1)
-        if generation is not None:
-            self._accept(generation)
-        return generation is not None
-
     def _accept(self, generation: Mapping[str, Any]) -> None:
         """Adopt the recorded generation and send it to all workers."""
         self._members.adopt(generation, self._clock())
-        self._announced_newcomers, self._looked_for_room, self._delay_told = False, 0.0, 0.0
+        self._announced_newcomers, self._looked_for_room, self._delay_announced = False, 0.0, 0.0
         restart_waits(self.workers.values(), self._clock())
         for worker in self.workers.values():
             if worker.wants_to_join and self._members.among([self._member(worker.rank)]):
@@ -683,6 +598,85 @@ class Coordinator:
         self._to_worker(None, **self._members.message)
 
     # ------------------------------------------------------------------ the end
+
+    def _end_in_order(self) -> None:
+        """Form no further generation and restart no worker, since a worker has ended."""
+        if not self._over:
+            self._over = True
+            self._restarts.cancel_all()
+            self._to_worker(None, left=True)
+            for worker in self.workers.values():
+                if worker.state == "alive" and not self._members.includes(worker):
+                    self._kill(worker.rank)
+
+    def _end_others(self) -> None:
+        """Give the workers that a failed one leaves behind a moment to write what they saw."""
+        self._end_in_order()
+        if self._election.until is None:
+            self._command(None, "keep positions", stacks=False)
+            self._to_worker(None, failed=True)
+            self._election.begin(self._clock())
+
+    def _kill_hanging(self, now: float) -> None:
+        """Kill hanging ranks that have had time to write their stacks; the attempt fails."""
+        for rank in [rank for rank, at in self._kill_at.items() if now >= at]:
+            del self._kill_at[rank]
+            self._kill(rank)
+            self._end_others()  # a process that sleeps in the kernel may not end
+
+    def _elect_saver(self, now: float) -> None:
+        """Choose who saves the last boundary of a failed attempt, if due (`saver_election.py`)."""
+        if self._election.until is None or self._killed or self._election.saver is not None:
+            return
+        # Ranks whose weights differ must not save them: which are right is not known.
+        if self._causes.replicas_differ:
+            return
+        members = [worker for worker in self._processes() if self._members.includes(worker)]
+        self._election.elect(now, members)
+        if self._election.saver is not None:
+            self._to_worker(None, saver=self._election.saver)
+
+    def _kill_remaining(self, now: float) -> bool:
+        """Kill the workers that remain of a failed attempt, once their time is up.
+
+        Returns:
+            Whether the attempt may end now. If all that failed so far only lost a peer, and an
+            agent is silent, its node is the root cause: then neither may a sleeper count as a
+            cause, nor the outcome be written, before that node is lost.
+        """
+        until = self._election.until
+        if self._killed or until is None or now < until:
+            return True
+        if self._causes.are_secondary and self._registry.is_any_silent(now):
+            return False
+        self._killed, self._killed_at = True, now
+        self._command(None, "die")
+        return True
+
+    def _leave_sleepers(self, now: float) -> None:
+        """Count processes as ended that SIGKILL does not end: asleep in the kernel, they compute
+        nothing any more, and may wake at any time or never.
+        """
+        for worker in self.workers.values():
+            killed_at = self._killed_at if self._killed else worker.killed_at
+            index = self._spec.node_of(worker.rank)
+            if worker.state != "alive" or not self.agents[index].connected:
+                continue
+            if killed_at is None or now - killed_at < KILL_S:
+                continue
+            worker.state, worker.wants_to_join, worker.sleeps = "ended", False, True
+            self._standstills.forget(worker.rank)
+            sleeps = f"SIGKILL has not ended it in {KILL_S:g} s: it sleeps in the kernel"
+            self._warn(worker.rank, sleeps)
+            end = AbnormalEnd(
+                time=now,
+                node=self._spec.name_of(index),
+                index=index,
+                rank=worker.rank,
+                status=-signal.SIGKILL,
+                why="; ".join(filter(None, [worker.given_up, sleeps])),
+            )
+            self._on_abnormal_end(end, [worker.rank])
 
     def _perhaps_over(self, now: float) -> None:
         """Write the outcome once all workers have ended and none will be restarted."""
@@ -731,3 +725,41 @@ class Coordinator:
             if not agent.lost:  # a lost one that has connected again may hold the members
                 self._command(agent.index, "end", again=again)
         return True
+
+    # ------------------------------------------------------------------ lookups and commands
+
+    @property
+    def _survives_losses(self) -> bool:
+        """Return whether the others continue without a lost worker: they have begun to train."""
+        return self._spec.survive and self._members.generation >= 0
+
+    @property
+    def _silence_s(self) -> float:
+        """Return for how long an agent or a stopped worker may be silent."""
+        return self._spec.silence_s if self._survives_losses else self._spec.heartbeat_s
+
+    def _member(self, rank: int) -> int:
+        return self._members.number_of(self.workers[rank])
+
+    def _processes(self) -> list[WorkerState]:
+        """Return the newest process of each rank that has a member, in the members' order."""
+        return [self.workers[rank_of(member, self._ranks)] for member in self._members.current]
+
+    def _node_of(self, member: int) -> int:
+        return self._spec.node_of(rank_of(member, self._ranks))
+
+    def _command(self, agent: int | None, command: str, **values: Any) -> None:
+        self._commands.append((agent, {"command": command, **values}))
+
+    def _kill(self, rank: int) -> None:
+        worker = self.workers[rank]
+        worker.killed_at = worker.killed_at or self._clock()
+        self._command(self._spec.node_of(rank), "kill", rank=rank)
+
+    def _to_worker(self, rank: int | None, **message: Any) -> None:
+        agent = None if rank is None else self._spec.node_of(rank)
+        self._command(agent, "tell", rank=rank, message=message)
+
+    def _warn(self, rank: int, sentence: str, about: About = "rank") -> None:
+        path = self._run.warnings(self._spec.attempt, self._spec.node_of(rank))
+        warn_of(path, rank, sentence, about=about)
