@@ -85,7 +85,7 @@ from orchestrator.rundir.restarts import (
     pause_before,
     record_restart,
 )
-from orchestrator.rundir.srun_log import REQUEUED_BY_OTHERS, STOP_CODES, node_failure
+from orchestrator.rundir.srun_log import REQUEUED_BY_OTHERS, STOP_CODES, failed_node, node_failure
 
 log = logging.getLogger(__name__)
 
@@ -351,11 +351,9 @@ def _cut_short(
         why = outcome.lost
         if why and missed and culprit is not None and culprit.rank is None:
             # Where srun misses a node's part of the step, it ends the others, whom agents miss.
-            others = (
-                describe_srun_end(run, attempt) == SRUN_ENDED
-                and f"node {culprit.node} " not in missed
-            )
-            why = missed if others else why
+            ended_others = describe_srun_end(run, attempt) == SRUN_ENDED
+            if ended_others and culprit.node != failed_node(run, attempt, names):
+                why = missed
         return departure_note(why, lost=True) if why else None
     if not all(failure["secondary"] for failure in run.failures(attempt)):
         return None
