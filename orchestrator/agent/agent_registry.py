@@ -100,6 +100,10 @@ class AgentRegistry:
         agent.heard, agent.connected, agent.lost = now, True, False
         agent.peer = agent.port = None
 
+    def disconnect(self, index: int) -> None:
+        """Handle a broken link, perhaps of a later agent of the node, with another address."""
+        self.agents[index].connected, self.agents[index].peer = False, None
+
     def lose(self, index: int) -> None:
         agent = self.agents[index]
         agent.lost, agent.heard, agent.peer = True, None, None

@@ -157,6 +157,7 @@ class Coordinator:
         if self._over:
             self._command(index, "tell", rank=None, message={"left": True})
         if self._killed:
+            # The first order may have been lost with the link, so sleepers are judged anew.
             self._killed_at = self._clock()
             self._command(index, "die")
 
@@ -173,7 +174,7 @@ class Coordinator:
                 if self.workers[rank].killed_at is None:
                     self._kill(rank)
         if members:
-            self._members.lost -= members
+            self._members.keep(members)
             self._causes.forget_losses(members)
 
     def heard(self, index: int) -> None:
@@ -184,7 +185,7 @@ class Coordinator:
         coordinator. `_check_agents` finds out.
         """
         self.changed = True
-        self.agents[index].connected = False
+        self._registry.disconnect(index)
 
     def wanted_agents(self) -> list[int]:
         """Return the nodes with ranks that are to start again, but with no agent."""
@@ -426,7 +427,7 @@ class Coordinator:
         if not self._killed and self._folder_missing >= MISSING_FOLDER_CHECKS:
             cause = self._run.removed_message
             self._causes.blame(Culprit(rank=None, node=self._spec.name, cause=cause, usage=True))
-            self._election.until = now
+            self._election.until = now  # at once, since no rank could save anything
             self._end_in_order()
 
     def _check_standstill(self, now: float) -> None:
@@ -468,7 +469,7 @@ class Coordinator:
             self._memberless_since = None
             return
         self._memberless_since = self._memberless_since or now
-        # A node whose link has broken may connect again, with members that train.
+        # A node that is out of reach may connect again, with members that train.
         away = any(self.agents[self._node_of(member)].lost for member in self._members.current)
         if not away or now - self._memberless_since >= self._spec.silence_s:
             self._end_in_order()
@@ -660,6 +661,7 @@ class Coordinator:
         for worker in self.workers.values():
             killed_at = self._killed_at if self._killed else worker.killed_at
             index = self._spec.node_of(worker.rank)
+            # Over a broken link neither the order nor the process's end may have come.
             if worker.state != "alive" or not self.agents[index].connected:
                 continue
             if killed_at is None or now - killed_at < KILL_S:

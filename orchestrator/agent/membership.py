@@ -55,6 +55,10 @@ class Membership:
         self.noticed_at = now
         return True
 
+    def keep(self, members: set[int]) -> None:
+        """Count lost members as lost no more: they live, and were only out of reach."""
+        self.lost -= members
+
     @property
     def remaining(self) -> list[int]:
         return [member for member in self.current if member not in self.lost]
