@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from orchestrator.agent.judge import Standing
@@ -60,7 +60,7 @@ class Causes:
     def add_loss(self, end: AbnormalEnd, members: list[int]) -> None:
         self._losses.append((end, members))
 
-    def forget_losses(self, members: Collection[int]) -> None:
+    def forget_losses(self, members: set[int]) -> None:
         """Forget the losses of these members, which live."""
         losses = [
             (end, [member for member in lost if member not in members])
@@ -88,7 +88,7 @@ class Causes:
         secondary = {failure["rank"] for failure in self._failures if failure["secondary"]}
         return all(end.rank in secondary for end in self._ends)
 
-    def describe_losses(self, members: Collection[int]) -> list[str]:
+    def describe_losses(self, members: set[int]) -> list[str]:
         """Describe how these members were lost."""
         reasons = [end.describe() for end, lost in self._losses if not members.isdisjoint(lost)]
         return list(dict.fromkeys(reasons))
