@@ -22,14 +22,8 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from orchestrator.agent.coordinator import (
-    COME_S,
-    LEAST_SILENCE_S,
-    LOSS_WAIT_S,
-    MOST_PROBES,
-    REACH_S,
-    Coordinator,
-)
+from orchestrator.agent.agent_registry import COME_S, LEAST_SILENCE_S, MOST_PROBES, REACH_S
+from orchestrator.agent.coordinator import LOSS_WAIT_S, Coordinator
 from orchestrator.agent.links import (
     Link,
     Peer,

@@ -4,99 +4,70 @@ It receives every start and end of a worker and of an agent, and decides the mem
 generation, which workers are restarted, and how the attempt ended. State that must outlive it is in
 the attempt's folder: the record of generations, and finally `outcome.json`. Everything else
 arrives with each agent's first message, so any agent can take over.
+
+| an attempt | until | meanwhile `tick` decides on |
+|---|---|---|
+| forms | all workers are ready to train | its first generation |
+| trains | a worker ends in order or fails, or no member lives | losses, restarts, newcomers |
+| is over (`_over`) | all workers have ended | its outcome |
+| fails: it is over, and others remain | their time is up (`_election.until`) | who saves |
+| is killed (`_killed`) | all workers have ended, or sleep in the kernel | its outcome |
+
+Parts with a state of their own find what is due, and know nothing of the coordinator: the agents
+(`agent_registry.py`), members (`membership.py`), restarts (`restarts.py`), ranks that make no
+progress (`standstills.py`), the last save (`saver_election.py`), and causes of the end
+(`causes.py`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import signal
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
-from heapq import nsmallest
-from typing import Any, Literal
+from itertools import chain
+from typing import Any
 
-from orchestrator.agent.judge import Standing
-from orchestrator.agent.links import Peer, Port, closed_ports, probe_ports
+from orchestrator.agent.agent_registry import AGENT_GONE, AgentRegistry
+from orchestrator.agent.causes import (
+    Causes,
+    Stalled,
+    await_stack,
+    describe_hang,
+    hanging_culprit,
+)
+from orchestrator.agent.links import Port
 from orchestrator.agent.liveness import BEAT_S, EVICTED, FINISHED, STOPPED
-from orchestrator.agent.node_spec import NodeSpec, agent_file
+from orchestrator.agent.membership import Membership
+from orchestrator.agent.node_spec import NodeSpec
+from orchestrator.agent.restarts import Restarts
 from orchestrator.agent.root_cause import (
     EXTERNAL_KILL_SIGNALS,
-    NODE_WENT_AWAY,
     AbnormalEnd,
-    Straggler,
-    add_position,
-    add_waits,
-    find_root_cause,
     stopped_cause,
     tail,
 )
-from orchestrator.agent.saver_election import GRACE_S, SaverElection
+from orchestrator.agent.saver_election import SaverElection
 from orchestrator.agent.stacks import STACK_S
 from orchestrator.agent.standstills import Standstills, restart_waits
 from orchestrator.agent.worker_state import WorkerState
-from orchestrator.errors import RunFolderError
-from orchestrator.rundir.files import is_folder, read_json, write_json
+from orchestrator.rundir.files import is_folder, write_json
 from orchestrator.rundir.folder import MISSING_FOLDER_CHECKS, RunDir
 from orchestrator.rundir.generations import (
     GenerationRecord,
-    candidate_causes,
     incarnation_of,
-    member_of,
-    message_of,
     rank_of,
 )
-from orchestrator.rundir.metrics import read_progress
-from orchestrator.rundir.outcome import Culprit, State
+from orchestrator.rundir.outcome import Culprit
 from orchestrator.rundir.warnings import About, warn_of
 
 log = logging.getLogger(__name__)
 
-Stalled = Literal["stopped", "asleep"]
-"""A process stands still for no fault of its code: by a signal, or asleep in the kernel."""
 KILL_S = 5.0
 """Time from SIGKILL to a process's end; one that sleeps in the kernel ends only when it wakes."""
 LOSS_WAIT_S = 0.05
 """Time to wait for further losses: workers that die together should cost one generation."""
-COME_S = 2.0
-"""Time for the other agents to connect to a new coordinator, or to be reached by it."""
-REACH_S = 0.2
-"""For agents to answer a probe, in which the coordinator does nothing else."""
-PROBE_S = 1.0
-"""Between two probes of agents that have not connected: each costs a connection to each of them."""
-MOST_PROBES = 64
-"""Agents that are probed together: their addresses are in files, on a file system that is slow."""
-MOST_READ = 4
-"""Of these files in one turn, but the first, so that connections that wait are soon answered."""
-LEAST_SILENCE_S = 2.5 * BEAT_S
-"""A live agent, which sends a heartbeat every `BEAT_S`, may be as late as this."""
-AGENT_GONE = f"{NODE_WENT_AWAY}its agent is gone"
-REST_S = 0.5
-"""From a worker's end to its next process: the others agree on the loss meanwhile."""
-MOST_FRUITLESS = 2
-"""Consecutive processes of a rank that may end without an update together with the others."""
-
-
-@dataclass(slots=True)
-class AgentState:
-    """State of one node's agent.
-
-    Attributes:
-        heard: monotonic time; None before it connected.
-        connected: its link is there; one that lives connects again.
-        peer: its address, once it was read.
-        port: state of its port at the latest probe, `probed`.
-    """
-
-    index: int
-    heard: float | None = None
-    connected: bool = False
-    lost: bool = False
-    peer: Peer | None = None
-    port: Port | None = None
-    probed: float = 0.0
 
 
 class Coordinator:
@@ -112,51 +83,33 @@ class Coordinator:
         self._spec, self._run = spec, RunDir(spec.run)
         self._ranks = spec.ranks
         self._record = GenerationRecord(self._run.attempt(spec.attempt))
-        self._began = self._beat_at = self._clock()
+        self._beat_at = self._clock()
         self._folder_missing = 0  # how often in a row
-        self._took_over = bool(lost)
-        self.agents = {index: AgentState(index) for index in range(spec.nodes)}
+        self._registry = AgentRegistry(spec, self._clock(), took_over=bool(lost))
+        self.agents = self._registry.agents
         self.workers = {rank: WorkerState(rank) for rank in range(spec.ranks)}
         generations = list(self._record.since(0))
-        newest = generations[-1] if generations else None
-        self._generation: int = newest["generation"] if newest else -1
-        self._members: list[int] = newest["members"] if newest else list(range(spec.ranks))
-        self._member_set = set(self._members)
-        self._message = message_of(newest) if newest else {}
+        self._members = Membership(spec.ranks, generations)
         for generation in generations:  # a member may have joined, and been lost again
             for member in generation["members"]:
                 worker = self.workers[rank_of(member, spec.ranks)]
                 worker.incarnation = max(worker.incarnation, incarnation_of(member, spec.ranks))
-        self._hung: set[int] = set()  # members whose own code has hung
-        for generation in generations:
-            self._hung.update(generation.get("hung", ()))
-        self._lost_members: set[int] = set()  # members lost since the newest generation
-        self.changed = True  # since the last tick
-        self._noticed = 0.0  # when the newest loss was; `_beyond_reach` caches an answer for it
-        self._probed = 0.0
-        self._finished = False  # a worker has
-        self._beyond_reach: tuple[float, bool] = (0.0, False)
-        self._looked_for_room = 0.0
-        self._delay_told = 0.0
-        self._announced_newcomers = False
-        self._over = False  # a worker has ended in order, or failed: no generation follows
-        self._restart_at: dict[int, float] = {}  # by rank
-        # A rank's processes in a row without an update, by rank.
-        self._fruitless: defaultdict[int, set[int]] = defaultdict(set)
-        self._ends: list[AbnormalEnd] = []
-        self._losses: list[tuple[AbnormalEnd, list[int]]] = []
-        self._failures: list[dict[str, Any]] = []
-        self._culprit: Culprit | None = None
-        self._stalled: Stalled | None = None  # why the culprit's code is not at fault
-        self._kill_at: dict[int, float] = {}  # by rank; it is asked for its stack before
-        self._give_up_at: float | None = None
-        self._memberless_since: float | None = None  # no member is known to live
-        self._election = SaverElection(spec.hang_s)
-        self._killed = False
-        self._killed_at = 0.0
-        self._excluded: set[int] = set()  # ranks that computed wrongly
+        self._restarts = Restarts(spec, self._record)
         self._standstills = Standstills(spec)
+        self._election = SaverElection(spec.hang_s)
+        self._causes = Causes(spec)
+        # Of the next generation:
+        self._announced_newcomers = False
+        self._looked_for_room = self._delay_announced = 0.0
+        self._memberless_since: float | None = None  # no member is known to live
+        # Of the attempt's end:
+        self._over = False  # a worker has ended in order, or failed: no generation follows
+        self._finished = False  # a worker has
+        self._kill_at: dict[int, float] = {}  # by rank; it is asked for its stack before
+        self._killed, self._killed_at = False, 0.0
+        self._out_of_reach_since: float | None = None  # all members are
         self.outcome: dict[str, Any] | None = None
+        self.changed = True  # since the last tick
         self._commands: list[tuple[int | None, dict[str, Any]]] = []
         for index in lost:
             self._lose_agent(index)
@@ -165,18 +118,6 @@ class Coordinator:
         """Return and clear the pending commands: (agent index, None for all; message)."""
         commands, self._commands = self._commands, []
         return commands
-
-    def _command(self, agent: int | None, command: str, **values: Any) -> None:
-        self._commands.append((agent, {"command": command, **values}))
-
-    def _kill(self, rank: int) -> None:
-        worker = self.workers[rank]
-        worker.killed_at = worker.killed_at or self._clock()
-        self._command(self._spec.node_of(rank), "kill", rank=rank)
-
-    def _to_worker(self, rank: int | None, **message: Any) -> None:
-        agent = None if rank is None else self._spec.node_of(rank)
-        self._command(agent, "tell", rank=rank, message=message)
 
     # ------------------------------------------------------------------ agents
 
@@ -187,12 +128,12 @@ class Coordinator:
         coordinator may know none of them, or may have taken its decisions on all of them long ago.
         """
         self.changed = True
-        agent = self.agents[index]
         known = {worker["rank"]: worker for worker in workers}
         # An agent starts its workers before it connects; a restarted one has none of the earlier.
-        here = self._spec.ranks_of(index)
-        self._lose_ranks(index, [r for r in here if not self.workers[r].is_gone and r not in known])
-        agent.heard, agent.connected, agent.lost = self._clock(), True, False
+        own_ranks = self._spec.ranks_of(index)
+        earlier = [rank for rank in own_ranks if not self.workers[rank].is_gone]
+        self._lose_ranks(index, [rank for rank in earlier if rank not in known])
+        self._registry.connect(index, self._clock())
         # Before `_keep_members`: a worker may have ended while the link was broken.
         for rank, worker in known.items():
             state, incarnation = self.workers[rank], worker["events"][0]["incarnation"]
@@ -202,20 +143,21 @@ class Coordinator:
                 if not handled or event["event"] == "exit":
                     self.handle_event(index, event)
         # What was sent while the link was broken is lost, so repeat what still holds.
-        for worker in map(self.workers.__getitem__, here):
+        for worker in map(self.workers.__getitem__, own_ranks):
             if worker.state == "alive" and worker.killed_at is not None:
                 worker.killed_at = None
                 self._kill(worker.rank)
-        self._keep_members(here)
+        self._keep_members(own_ranks)
         # An earlier coordinator may have announced a standstill that has ended since.
-        if self._generation >= 0:
-            self._command(index, "tell", rank=None, message=self._message)
+        if self._members.generation >= 0:
+            self._command(index, "tell", rank=None, message=self._members.message)
         self._command(index, "tell", rank=None, message={"standstill_s": None})
         self._standstills.announce_again()
         self._announced_newcomers = False
         if self._over:
             self._command(index, "tell", rank=None, message={"left": True})
         if self._killed:
+            # The first order may have been lost with the link, so sleepers are judged anew.
             self._killed_at = self._clock()
             self._command(index, "die")
 
@@ -224,20 +166,16 @@ class Coordinator:
         continued without them.
         """
         alive = {rank for rank in ranks if self.workers[rank].state == "alive"}
-        back = {self._member(rank) for rank in alive} & self._lost_members
+        members = {self._member(rank) for rank in alive} & self._members.lost
         if not self._over:  # those whose unit is incomplete stay lost
-            parts = {rank for rank in alive if not alive.issuperset(self._failure_unit(rank))}
-            for rank in [rank for rank in parts if self._member(rank) in back]:
-                back.discard(self._member(rank))
+            parts = {rank for rank in alive if not alive.issuperset(self._spec.failure_unit(rank))}
+            for rank in [rank for rank in parts if self._member(rank) in members]:
+                members.discard(self._member(rank))
                 if self.workers[rank].killed_at is None:
                     self._kill(rank)
-        if back:
-            self._lost_members -= back
-            losses = [
-                (end, [member for member in lost if member not in back])
-                for end, lost in self._losses
-            ]
-            self._losses = [(end, lost) for end, lost in losses if lost]
+        if members:
+            self._members.keep(members)
+            self._causes.forget_losses(members)
 
     def heard(self, index: int) -> None:
         self.agents[index].heard = self._clock()
@@ -247,12 +185,18 @@ class Coordinator:
         coordinator. `_check_agents` finds out.
         """
         self.changed = True
-        self.agents[index].connected = False
+        self._registry.disconnect(index)
+
+    def wanted_agents(self) -> list[int]:
+        """Return the nodes with ranks that are to start again, but with no agent."""
+        if self._over:
+            return []
+        nodes = {self._spec.node_of(rank) for rank in self._restarts.ranks}
+        return sorted(index for index in nodes if self.agents[index].lost)
 
     def _lose_agent(self, index: int, cause: str = AGENT_GONE) -> None:
-        agent = self.agents[index]
         self.changed = True
-        agent.lost, agent.heard = True, None
+        self._registry.lose(index)
         ranks = [r for r in self._spec.ranks_of(index) if not self.workers[r].is_gone]
         self._lose_ranks(index, ranks, cause)
 
@@ -291,17 +235,16 @@ class Coordinator:
                 worker.given_up, worker.killed_at = before.given_up, before.killed_at
             self.workers[worker.rank] = worker
             self._standstills.forget(worker.rank)
-            self._restart_at.pop(worker.rank, None)  # it lives: its agent was only late
-            if self._over and not self._is_member(worker):
+            self._restarts.cancel(worker.rank)  # it lives: its agent was only late
+            if self._over and not self._members.includes(worker):
                 self._kill(worker.rank)  # it came too late to join
         elif kind == "exit":
             # The exit of an earlier process may come late: its successor lives.
             if worker.state != "ended" and worker.incarnation == event["incarnation"]:
                 worker.state, worker.wants_to_join, worker.exited = "ended", False, True
                 self._standstills.forget(worker.rank)
-                # It has saved, or will not any more: the others need not wait until `SAVE_S`.
-                if self._election.saver == worker.rank and self._give_up_at is not None:
-                    self._give_up_at = min(self._give_up_at, self._clock() + GRACE_S)
+                if worker.rank == self._election.saver:
+                    self._election.end(self._clock())
                 self._on_exit(index, event)
             elif worker.sleeps and worker.incarnation == event["incarnation"]:
                 worker.sleeps, worker.exited = False, True
@@ -312,7 +255,7 @@ class Coordinator:
             self._standstills.note(worker, event, self._clock())
         elif kind == "hangs":
             if event["silent"]:  # its latest report may be from before
-                self._ask_for_position(worker)
+                await_stack(worker, self._run)
             lines = worker.seen.stack_lines() or tail(self._run.rank_log(worker.rank))
             stalled = "asleep" if event["asleep"] else None
             self._give_up(worker, event["cause"], lines, stalled=stalled)
@@ -334,7 +277,7 @@ class Coordinator:
             worker.can_save, worker.left_after = True, event["updates"]
             worker.failed = event.get("failed", False)
             member = self._member(worker.rank)
-            if member in self._member_set and member not in self._lost_members:
+            if self._members.among([member]) - self._members.lost:
                 self._end_others()  # it has lost a peer, whose end may not be known yet
 
     def _check_stopped(self, worker: WorkerState, seconds: float) -> None:
@@ -342,99 +285,8 @@ class Coordinator:
         limit_s = self._silence_s
         if seconds < limit_s:
             return
-        self._ask_for_position(worker)
+        await_stack(worker, self._run)
         self._give_up(worker, stopped_cause(limit_s), stalled="stopped")
-
-    def _on_exit(self, index: int, event: Mapping[str, Any]) -> None:
-        """Handle a worker's end. Without its final message it is a failure, whatever its status."""
-        rank, final_state = event["rank"], event["final_state"]
-        self.workers[rank].final_state = final_state
-        self._finished |= final_state == FINISHED
-        if event["failure"] is not None and final_state != EVICTED:
-            self._failures.append(event["failure"])
-        if final_state in (FINISHED, STOPPED):
-            self._end_in_order()
-            return
-        why = self.workers[rank].given_up
-        if event["failure"] is not None and event["failure"].get("excluded"):
-            self._excluded.add(rank)
-            why = event["failure"]["cause"]
-        end = AbnormalEnd(
-            time=self._clock() - event["ago_s"],  # a duration, since clocks of nodes differ
-            node=self._spec.name_of(index),
-            index=index,
-            rank=rank,
-            status=event["status"],
-            out_of_memory=event.get("out_of_memory", False),
-            why=why,
-        )
-        self._on_abnormal_end(end, [rank], final_state)
-
-    def _on_abnormal_end(self, end: AbnormalEnd, ranks: list[int], final_state: str = "") -> None:
-        """Record a failure, or a loss that the other workers survive."""
-        members = [self._member(rank) for rank in ranks]
-        lost = self._member_set.intersection(members)
-        # Also true of a process that is no member, and if the loss of each member is known already.
-        others_unaffected = final_state == EVICTED or not lost - self._lost_members
-        taken_away = not final_state and -end.status in EXTERNAL_KILL_SIGNALS
-        # Others that have finished do not redo its updates.
-        survived = taken_away and self._survives_losses and not self._finished
-        if self._killed:  # by this coordinator, so it is no cause
-            return
-        if not (others_unaffected or survived):
-            self._ends.append(end)
-            self._end_others()
-            return
-        if lost and not lost <= self._lost_members:
-            self._losses.append((end, members))
-        # End the workers that are lost together with these.
-        rest = {other for rank in ranks for other in self._failure_unit(rank)}.difference(ranks)
-        for rank in [rank for rank in rest if self.workers[rank].state != "ended"]:
-            self._kill(rank)
-            lost |= {self._member(rank)}.intersection(self._member_set)
-        if lost - self._lost_members:
-            self._lost_members |= lost
-            self._noticed = self._clock()
-            restart_waits(self.workers.values(), self._clock())
-        for rank in ranks:
-            # Its "", for no message, would have `_decide` report a survived loss as FAILED.
-            self.workers[rank].final_state = None
-            self._schedule_restart(rank)
-
-    def _is_member(self, worker: WorkerState) -> bool:
-        return worker.state != "ended" and self._member(worker.rank) in self._member_set
-
-    def _end_in_order(self) -> None:
-        """Form no further generation and restart no worker, since a worker has ended."""
-        if not self._over:
-            self._over = True
-            self._restart_at.clear()
-            self._to_worker(None, left=True)
-            for worker in self.workers.values():
-                if worker.state == "alive" and not self._is_member(worker):
-                    self._kill(worker.rank)
-
-    def _end_others(self) -> None:
-        """Give the workers that a failed one leaves behind a moment to write what they saw."""
-        self._end_in_order()
-        if self._give_up_at is None:
-            self._command(None, "keep positions", stacks=False)
-            self._to_worker(None, failed=True)
-            self._give_up_at = self._clock() + GRACE_S
-
-    def _elect_saver(self, now: float) -> None:
-        """Choose who saves the last boundary of a failed attempt, if due (`saver_election.py`)."""
-        if self._give_up_at is None or self._killed or self._election.saver is not None:
-            return
-        # Ranks whose weights differ must not save them: which are right is not known.
-        if any(failure.get("replicas_differ") for failure in self._failures):
-            return
-        members = [self.workers[rank_of(member, self._ranks)] for member in self._members]
-        until = self._election.elect(now, [w for w in members if self._is_member(w)])
-        if self._election.saver is not None:
-            self._to_worker(None, saver=self._election.saver)
-        if until is not None:
-            self._give_up_at = until
 
     def _give_up(
         self,
@@ -455,37 +307,135 @@ class Coordinator:
             return
         rank = worker.rank
         worker.given_up = cause
-        culprit = Culprit(
-            rank=rank,
-            node=self._spec.name_of(self._spec.node_of(rank)),
-            cause=cause,
-            log_tail=tuple(lines),
-            hangs=True,
-        )
+        culprit = hanging_culprit(self._spec, rank, cause, lines)
         # Code that hangs in a rank's members twice ends the run: it would in a third, too. One that
         # has not joined keeps no other from training.
-        counts = own and stalled is None and self._is_member(worker)
-        member = self._member(rank)
-        again = counts and any(rank_of(m, self._ranks) == rank for m in self._hung - {member})
+        counts = own and stalled is None and self._members.includes(worker)
+        again = counts and self._members.has_hung_before(worker)
         if counts:
-            self._hung.add(member)
+            self._members.hung.add(self._member(rank))
         if self._survives_losses and not again:
             self._kill(rank)
-            cause = self._described(culprit).cause
+            cause = describe_hang(culprit, self.workers, self._run).cause
             self._warn(rank, f"{cause}; it is ended, and the others go on without it")
-        elif self._culprit is None and not self._ends:  # what hangs after a failure is its effect
-            self._culprit, self._stalled = culprit, stalled
+        elif not self._causes.is_known:
+            self._causes.blame(culprit, stalled)
             self._command(None, "keep positions", stacks=True)
             self._kill_at[rank] = self._clock() + STACK_S
 
-    # ------------------------------------------------------------------ standstills
+    def _on_exit(self, index: int, event: Mapping[str, Any]) -> None:
+        """Handle a worker's end. Without its final message it is a failure, whatever its status."""
+        rank, final_state = event["rank"], event["final_state"]
+        self.workers[rank].final_state = final_state
+        self._finished |= final_state == FINISHED
+        if event["failure"] is not None and final_state != EVICTED:
+            self._causes.add_failure(event["failure"])
+        if final_state in (FINISHED, STOPPED):
+            self._end_in_order()
+            return
+        why = self.workers[rank].given_up
+        if event["failure"] is not None and event["failure"].get("excluded"):
+            self._restarts.exclude(rank)
+            why = event["failure"]["cause"]
+        end = AbnormalEnd(
+            time=self._clock() - event["ago_s"],  # a duration, since clocks of nodes differ
+            node=self._spec.name_of(index),
+            index=index,
+            rank=rank,
+            status=event["status"],
+            out_of_memory=event.get("out_of_memory", False),
+            why=why,
+        )
+        self._on_abnormal_end(end, [rank], final_state)
+
+    def _on_abnormal_end(self, end: AbnormalEnd, ranks: list[int], final_state: str = "") -> None:
+        """Record a failure, or a loss that the other workers survive."""
+        members = [self._member(rank) for rank in ranks]
+        lost = self._members.among(members)
+        # Also true of a process that is no member, and if the loss of each member is known already.
+        others_unaffected = final_state == EVICTED or lost <= self._members.lost
+        taken_away = not final_state and -end.status in EXTERNAL_KILL_SIGNALS
+        # Others that have finished do not redo its updates.
+        survived = taken_away and self._survives_losses and not self._finished
+        if self._killed:  # by this coordinator, so it is no cause
+            return
+        if not (others_unaffected or survived):
+            self._causes.add_end(end)
+            self._end_others()
+            return
+        if not lost <= self._members.lost:
+            self._causes.add_loss(end, members)
+        # End the workers that are lost together with these.
+        units = map(self._spec.failure_unit, ranks)
+        others = set(chain.from_iterable(units)).difference(ranks)
+        for rank in [rank for rank in others if self.workers[rank].state != "ended"]:
+            self._kill(rank)
+            lost |= self._members.among([self._member(rank)])
+        if self._members.lose(lost, self._clock()):
+            restart_waits(self.workers.values(), self._clock())
+        for rank in ranks:
+            # Its "", for no message, would make a survived loss a failure of the attempt.
+            self.workers[rank].final_state = None
+            self._schedule_restart(rank)
+
+    def _schedule_restart(self, rank: int) -> None:
+        """Schedule a lost rank's next process; warn if none is started though it is expected."""
+        warning = self._restarts.schedule(rank, self.workers, self._clock(), over=self._over)
+        if warning is not None:
+            self._warn(rank, warning)
+
+    # ------------------------------------------------------------------ decisions that are due
+
+    @property
+    def awaits_losses(self) -> bool:
+        """Return whether a loss waits for further ones."""
+        return bool(self._members.lost)
+
+    def tick(self) -> None:
+        """Take the decisions that are due. Costs a look at every rank."""
+        self.changed = bool(self._members.lost)  # whose decision is due in a moment
+        if self.outcome is not None:
+            return
+        now = self._clock()
+        beat_due = now - self._beat_at >= BEAT_S
+        if beat_due:
+            self._beat_at = now
+            self._check_folder(now)
+            if self._standstills.may_be_due and not self._killed:
+                self._check_standstill(now)
+        self._check_agents(now)
+        self._check_members(now)
+        if not self._over:
+            if self._members.generation < 0:
+                self._begin()
+            # Another coordinator, which considered this one lost, may have recorded one.
+            if beat_due:
+                self._adopt_next()
+            self._next_generation(now)
+            self._grow(now)
+            self._restart(now)
+        self._kill_hanging(now)
+        self._elect_saver(now)  # it may extend the time of those that remain
+        if self._kill_remaining(now):
+            self._leave_sleepers(now)
+            self._perhaps_over(now)
+
+    def _check_folder(self, now: float) -> None:
+        """End an attempt whose folder was removed: nothing that it computes could be saved."""
+        missing = not is_folder(self._run.attempt(self._spec.attempt))
+        self._folder_missing = self._folder_missing + 1 if missing else 0
+        if not self._killed and self._folder_missing >= MISSING_FOLDER_CHECKS:
+            cause = self._run.removed_message
+            self._causes.blame(Culprit(rank=None, node=self._spec.name, cause=cause, usage=True))
+            self._election.until = now  # at once, since no rank could save anything
+            self._end_in_order()
 
     def _check_standstill(self, now: float) -> None:
         """Act on ranks that make no progress (`standstills.py`)."""
         alive = [
             worker
             for worker in self.workers.values()
-            if worker.state == "alive" and self._is_member(worker)
+            if worker.state == "alive" and self._members.includes(worker)
         ]
         finding = self._standstills.check(now, alive, over=self._over)
         if finding.informs:
@@ -494,201 +444,215 @@ class Coordinator:
             self._command(None, "stacks")
             self._warn(0, finding.warning, about="run")
         blamed = finding.blamed
-        if blamed is None or (finding.ends_run and (self._culprit is not None or self._ends)):
+        if blamed is None or (finding.ends_run and self._causes.is_known):
             return
         lines = blamed.seen.stack_lines() or tail(self._run.rank_log(blamed.rank))
         if not finding.ends_run:
             self._give_up(blamed, finding.cause, lines)
             return
-        self._culprit = Culprit(
-            rank=blamed.rank,
-            node=self._spec.name_of(self._spec.node_of(blamed.rank)),
-            cause=finding.cause,
-            log_tail=tuple(lines),
-            hangs=True,
-            complete=True,
+        self._causes.blame(
+            hanging_culprit(self._spec, blamed.rank, finding.cause, lines, complete=True)
         )
         self._end_others()
 
-    def _ask_for_position(self, worker: WorkerState) -> None:
-        """Have a culprit's cause completed by the stack that it writes before it is killed."""
-        worker.log_bytes = 0
-        with contextlib.suppress(OSError):  # it may have no log
-            worker.log_bytes = self._run.rank_log(worker.rank).stat().st_size
+    def _check_agents(self, now: float) -> None:
+        """Lose agents that are silent, have ended, or did not connect in time."""
+        formed = self._members.generation >= 0
+        for loss in self._registry.check(now, self._silence_s, formed=formed):
+            if loss.disconnects:
+                self._command(loss.index, "disconnect")
+            self._lose_agent(loss.index, loss.cause)
 
-    def _described(self, culprit: Culprit) -> Culprit:
-        """Add where a hanging culprit is, and what the others wait for."""
-        if culprit.complete:
-            return culprit
-        if culprit.hangs and culprit.rank is not None:
-            worker = self.workers[culprit.rank]
-            if worker.log_bytes is not None:
-                log_file = self._run.rank_log(worker.rank)
-                culprit = add_position(culprit, worker.seen, log_file, worker.log_bytes)
-        if not culprit.hangs:
-            return culprit
-        return add_waits(
-            culprit, {worker.rank: worker.seen.waits for worker in self.workers.values()}
-        )
-
-    def _warn(self, rank: int, sentence: str, about: About = "rank") -> None:
-        path = self._run.warnings(self._spec.attempt, self._spec.node_of(rank))
-        warn_of(path, rank, sentence, about=about)
-
-    # ------------------------------------------------------------------ restarts of workers
-    # A new process asks the training workers to join at a boundary. None is started where none
-    # could admit it: at the run's end, or when no worker still trains (`run.max_replacements`).
-
-    def _schedule_restart(self, rank: int) -> None:
-        """Schedule a lost rank's next process; warn if none is started though it is expected."""
-        if self.workers[rank].sleeps:
-            return  # an agent starts no second process of a rank
-        if not self.workers[rank].started:
-            pass  # its agent was lost before it heard of it
-        elif self._was_fruitless(rank):
-            self._fruitless[rank].add(self.workers[rank].incarnation)
-        else:
-            self._fruitless[rank].clear()
-        most = self._spec.replacements
-        if self._over or not most or self._excluded.intersection(self._failure_unit(rank)):
+    def _check_members(self, now: float) -> None:
+        """Form no further generation once no member lives that could admit others."""
+        if any(self._members.includes(worker) for worker in self.workers.values()):
+            self._memberless_since = None
             return
-        started = sum(worker.incarnation for worker in self.workers.values())  # by all coordinators
-        # Those that are scheduled count, too: `started` has them only once they run.
-        if most - started <= len(self._restart_at):
-            self._warn(rank, f"it is not started again: run.max_replacements={most} were started")
-        elif len(self._fruitless[rank]) >= MOST_FRUITLESS:
-            why_not = f"its last {MOST_FRUITLESS} processes did no update"
-            self._warn(rank, f"it is not started again: {why_not}")
-        else:
-            self._restart_at[rank] = self._clock() + REST_S
-
-    def _was_fruitless(self, rank: int) -> bool:
-        """Return whether this replacement process has completed no update, as far as is known."""
-        if not self.workers[rank].incarnation:
-            return False
-        member = str(self._member(rank))
-        try:
-            let_in = [
-                generation["updates"]
-                for generation in self._record.since()
-                if member in generation.get("joined", {})
-            ]
-            progress = read_progress(self._run.progress(self._spec.attempt))
-        except (OSError, RunFolderError) as error:
-            log.warning("how far rank %d came is unknown: %s", rank, error)
-            return False
-        return not let_in or progress is None or progress.update <= let_in[0]
-
-    def _restart(self, now: float) -> None:
-        """Start the next processes of the ranks that are due, where an agent can."""
-        # All ranks of a unit or none: the members join together (`_grow`).
-        due = {rank for rank, at in self._restart_at.items() if now >= at}
-        for unit in dict.fromkeys(self._failure_unit(rank) for rank in sorted(due)):
-            agent = self.agents[self._spec.node_of(unit[0])]
-            if not due.issuperset(unit) or agent.lost or not agent.connected:
-                continue
-            incarnation = 1 + max(self.workers[rank].incarnation for rank in unit)
-            for rank in unit:
-                del self._restart_at[rank]
-                self._command(agent.index, "start", rank=rank, incarnation=incarnation)
-                self.workers[rank] = WorkerState(rank, incarnation)
-
-    def wanted_agents(self) -> list[int]:
-        """Return the nodes with ranks that are to start again, but with no agent."""
-        if self._over:
-            return []
-        nodes = {self._spec.node_of(rank) for rank in self._restart_at}
-        return sorted(index for index in nodes if self.agents[index].lost)
-
-    def _failure_unit(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that are lost, and come back, together with this one."""
-        if not self._spec.whole_nodes:
-            return (rank,)
-        return tuple(self._spec.ranks_of(self._spec.node_of(rank)))
+        self._memberless_since = self._memberless_since or now
+        # A node that is out of reach may connect again, with members that train.
+        away = any(self.agents[self._node_of(member)].lost for member in self._members.current)
+        if not away or now - self._memberless_since >= self._spec.silence_s:
+            self._end_in_order()
 
     # ------------------------------------------------------------------ generations
 
-    @property
-    def _survives_losses(self) -> bool:
-        """Return whether the others continue without a lost worker: they have begun to train."""
-        return self._spec.survive and self._generation >= 0
+    def _begin(self) -> None:
+        """Publish the first generation once all workers are ready to train."""
+        if all(worker.code is not None for worker in self.workers.values()):
+            self._publish(0, self._members.current, code=self.workers[0].code)
 
-    @property
-    def _silence_s(self) -> float:
-        """Return for how long an agent or a stopped worker may be silent."""
-        return self._spec.silence_s if self._survives_losses else self._spec.heartbeat_s
+    def adopt_generations(self) -> None:
+        """Adopt what another coordinator has recorded while this one was stopped."""
+        while self._adopt_next():
+            pass
 
-    def _member(self, rank: int) -> int:
-        return member_of(rank, self.workers[rank].incarnation, self._ranks)
+    def _adopt_next(self) -> bool:
+        """Adopt the next generation if another coordinator has recorded it; return whether so."""
+        generation = self._record.read(self._members.generation + 1)
+        if generation is not None:
+            self._accept(generation)
+        return generation is not None
 
-    @property
-    def awaits_losses(self) -> bool:
-        """Return whether a loss waits for further ones."""
-        return bool(self._lost_members)
-
-    def tick(self) -> None:
-        """Take the decisions that are due. Costs a look at every rank."""
-        self.changed = bool(self._lost_members)  # whose decision is due in a moment
-        if self.outcome is not None:
+    def _next_generation(self, now: float) -> None:
+        """Publish a generation without the lost members, once all other agents are known."""
+        if not self._members.lost or now - self._members.noticed_at < LOSS_WAIT_S:
             return
-        now = self._clock()
-        beat_due = now - self._beat_at >= BEAT_S
-        if beat_due:
-            self._beat_at = now
-            missing = not is_folder(self._run.attempt(self._spec.attempt))
-            self._folder_missing = self._folder_missing + 1 if missing else 0
-            if not self._killed and self._folder_missing >= MISSING_FOLDER_CHECKS:
-                # Nothing that the attempt computes could be saved, nor what another start does.
-                cause = self._run.removed_message
-                self._culprit = Culprit(rank=None, node=self._spec.name, cause=cause, usage=True)
-                self._give_up_at = now
-                self._end_in_order()
-        if beat_due and self._standstills.may_be_due and not self._killed:
-            self._check_standstill(now)
-        self._check_agents(now)
-        if any(self._is_member(worker) for worker in self.workers.values()):
-            self._memberless_since = None
-        else:
-            self._memberless_since = self._memberless_since or now
-            # A node whose link has broken may connect again, with members that train.
-            away = any(self.agents[self._node_of(member)].lost for member in self._members)
-            if not away or now - self._memberless_since >= self._spec.silence_s:
-                self._end_in_order()
+        remaining = self._members.remaining
+        if not remaining:
+            return
+        # Those that are lost together should cost one generation; but agents that are only late
+        # must not keep the others from the next one, of which their ranks are members.
+        if self._registry.awaits_connections(now):
+            return
+        is_smaller = self._is_smaller_half(now, len(remaining))
+        if is_smaller and now - self._members.noticed_at < self._spec.silence_s:
+            return
+        gone, why = sorted(self._members.lost), self._causes.describe_losses(self._members.lost)
+        self._publish(self._members.generation + 1, remaining, gone=gone, why=why)
+
+    def _is_smaller_half(self, now: float, remaining: int) -> bool:
+        """Return whether the unreachable workers, not known to have died, outnumber this side's.
+
+        They may be about to continue without it.
+        """
+        if 2 * len(self._members.lost) <= len(self._members.current):
+            return False
+        nodes = [self._node_of(member) for member in self._members.lost]
+        lost = Counter(node for node in nodes if self.agents[node].lost)
+        # Workers end with their agent, so behind a closed port none continues.
+        ended = {node for node in lost if self.agents[node].port is Port.CLOSED}
+        ports = self._registry.ports(lost.keys() - ended, now, self._members.noticed_at)
+        ended.update(node for node, port in ports.items() if port is Port.CLOSED)
+        return sum(count for node, count in lost.items() if node not in ended) > remaining
+
+    def _grow(self, now: float) -> None:
+        """Admit new workers at a boundary, once every member waits there for them.
+
+        If they died meanwhile, the same members continue.
+        """
+        if self._members.lost or self._members.generation < 0:
+            return
+        member_ranks = {rank_of(member, self._ranks) for member in self._members.current}
+        waiting = {
+            worker.rank
+            for worker in self.workers.values()
+            if worker.wants_to_join and worker.state == "alive" and worker.rank not in member_ranks
+        }
+        complete = [r for r in sorted(waiting) if waiting.issuperset(self._spec.failure_unit(r))]
+        newcomers = [self._member(rank) for rank in complete]
+        announce = newcomers and not self._announced_newcomers
+        if announce and now - self._looked_for_room > BEAT_S:
+            self._looked_for_room = now
+            # Without room for it the members would wait at the boundary in vain.
+            if self._record.has_room([*self._members.current, *newcomers]):
+                self._announced_newcomers = True
+                # One rank is enough: at the next boundary it informs all others.
+                leader = rank_of(self._members.current[0], self._ranks)
+                self._to_worker(leader, newcomers=True)
+        boundaries = [worker.awaits_newcomers for worker in self._processes()]
+        number = self._members.generation
+        if all(boundary is not None and boundary[0] == number for boundary in boundaries):
+            updates = max(boundary[1] for boundary in boundaries if boundary is not None)
+            joined = {str(member): [] for member in newcomers}
+            members = [*self._members.current, *newcomers]
+            self._publish(number + 1, members, joined=joined, updates=updates)
+
+    def _restart(self, now: float) -> None:
+        """Start the next processes of the ranks that are due, where an agent can."""
+        for unit in self._restarts.due_units(now):
+            agent = self.agents[self._spec.node_of(unit[0])]
+            if not agent.is_reachable:
+                continue
+            incarnation = 1 + max(self.workers[rank].incarnation for rank in unit)
+            for rank in unit:
+                self._restarts.cancel(rank)
+                self._command(agent.index, "start", rank=rank, incarnation=incarnation)
+                self.workers[rank] = WorkerState(rank, incarnation)
+
+    def _publish(self, number: int, members: list[int], **more: Any) -> None:
+        """Publish a generation; without disk space, retry at the next tick. Those that wait for it
+        learn once a second that it is still to come.
+        """
+        # A later coordinator could learn it from no agent that has replaced these processes.
+        if self._members.hung:
+            more["hung"] = sorted(self._members.hung)
+        try:
+            # Another coordinator's, if that one was faster: the first record of a number counts.
+            generation = self._record.publish(number, members, **more, time=time.time())
+        except OSError as error:
+            if not self._delay_announced:
+                log.warning("generation %d is recorded later: %s", number, error)
+            if self._clock() - self._delay_announced >= BEAT_S:
+                self._delay_announced = self._clock()
+                self._to_worker(None, delayed=True)
+            return
+        self._accept(generation)
+
+    def _accept(self, generation: Mapping[str, Any]) -> None:
+        """Adopt the recorded generation and send it to all workers."""
+        self._members.adopt(generation, self._clock())
+        self._announced_newcomers, self._looked_for_room, self._delay_announced = False, 0.0, 0.0
+        restart_waits(self.workers.values(), self._clock())
+        for worker in self.workers.values():
+            if worker.wants_to_join and self._members.among([self._member(worker.rank)]):
+                worker.wants_to_join = False
+        self._to_worker(None, **self._members.message)
+
+    # ------------------------------------------------------------------ the end
+
+    def _end_in_order(self) -> None:
+        """Form no further generation and restart no worker, since a worker has ended."""
         if not self._over:
-            if self._generation < 0 and all(
-                worker.code is not None for worker in self.workers.values()
-            ):
-                self._publish(0, self._members, code=self.workers[0].code)
-            # Another coordinator, which considered this one lost, may have recorded one.
-            if beat_due and (generation := self._record.read(self._generation + 1)) is not None:
-                self._accept(generation)
-            self._next_generation(now)
-            self._grow(now)
-            self._restart(now)
-        # The order matters: `_end_others` sets `_give_up_at`, without which no saver is elected;
-        # `_elect_saver` may extend it, so it comes before the test of it.
+            self._over = True
+            self._restarts.cancel_all()
+            self._to_worker(None, left=True)
+            for worker in self.workers.values():
+                if worker.state == "alive" and not self._members.includes(worker):
+                    self._kill(worker.rank)
+
+    def _end_others(self) -> None:
+        """Give the workers that a failed one leaves behind a moment to write what they saw."""
+        self._end_in_order()
+        if self._election.until is None:
+            self._command(None, "keep positions", stacks=False)
+            self._to_worker(None, failed=True)
+            self._election.begin(self._clock())
+
+    def _kill_hanging(self, now: float) -> None:
+        """Kill hanging ranks that have had time to write their stacks; the attempt fails."""
         for rank in [rank for rank, at in self._kill_at.items() if now >= at]:
             del self._kill_at[rank]
             self._kill(rank)
             self._end_others()  # a process that sleeps in the kernel may not end
-        self._elect_saver(now)
-        if self._give_up_at is not None and now >= self._give_up_at and not self._killed:
-            # All that failed so far only lost a peer, and an agent is silent, and may be lost: then
-            # its node is the root cause.
-            secondary = {failure["rank"] for failure in self._failures if failure["secondary"]}
-            awaits_agent = any(
-                not agent.lost and agent.heard is not None and now - agent.heard > LEAST_SILENCE_S
-                for agent in self.agents.values()
-                if agent.index != self._spec.index
-            )
-            if awaits_agent and all(end.rank in secondary for end in self._ends):
-                # Neither may a sleeper count as a cause now, nor the outcome be written without the
-                # silent agent's node.
-                return
-            self._killed, self._killed_at = True, now
-            self._command(None, "die")
-        self._leave_sleepers(now)
-        self._perhaps_over()
+
+    def _elect_saver(self, now: float) -> None:
+        """Choose who saves the last boundary of a failed attempt, if due (`saver_election.py`)."""
+        if self._election.until is None or self._killed or self._election.saver is not None:
+            return
+        # Ranks whose weights differ must not save them: which are right is not known.
+        if self._causes.replicas_differ:
+            return
+        members = [worker for worker in self._processes() if self._members.includes(worker)]
+        self._election.elect(now, members)
+        if self._election.saver is not None:
+            self._to_worker(None, saver=self._election.saver)
+
+    def _kill_remaining(self, now: float) -> bool:
+        """Kill the workers that remain of a failed attempt, once their time is up.
+
+        Returns:
+            Whether the attempt may end now. If all that failed so far only lost a peer, and an
+            agent is silent, its node is the root cause: then neither may a sleeper count as a
+            cause, nor the outcome be written, before that node is lost.
+        """
+        until = self._election.until
+        if self._killed or until is None or now < until:
+            return True
+        if self._causes.are_secondary and self._registry.is_any_silent(now):
+            return False
+        self._killed, self._killed_at = True, now
+        self._command(None, "die")
+        return True
 
     def _leave_sleepers(self, now: float) -> None:
         """Count processes as ended that SIGKILL does not end: asleep in the kernel, they compute
@@ -697,6 +661,7 @@ class Coordinator:
         for worker in self.workers.values():
             killed_at = self._killed_at if self._killed else worker.killed_at
             index = self._spec.node_of(worker.rank)
+            # Over a broken link neither the order nor the process's end may have come.
             if worker.state != "alive" or not self.agents[index].connected:
                 continue
             if killed_at is None or now - killed_at < KILL_S:
@@ -715,229 +680,19 @@ class Coordinator:
             )
             self._on_abnormal_end(end, [worker.rank])
 
-    def _check_agents(self, now: float) -> None:
-        """Mark agents as lost that are silent or did not connect in time."""
-        limit_s = max(self._silence_s, LEAST_SILENCE_S)
-        # Links may break while their agents live, and these connect again. Only one behind a closed
-        # port has ended; silence decides on the others.
-        broken = [
-            agent
-            for agent in self.agents.values()
-            if agent.heard is not None and not agent.connected and now - agent.probed >= PROBE_S
-        ][:MOST_PROBES]
-        for agent in broken:
-            agent.probed = now
-        for index in self._closed_ports(agent.index for agent in broken):
-            self._lose_agent(index)
-        awaited = [a for a in self.agents.values() if not a.lost and a.heard is None]
-        for agent in self.agents.values():
-            silent = agent.heard is not None and now - agent.heard > limit_s
-            if silent and agent.index != self._spec.index:
-                self._command(agent.index, "disconnect")  # a live agent connects again
-                self._lose_agent(
-                    agent.index,
-                    f"{NODE_WENT_AWAY}its agent gave no sign of life for {limit_s:g} s "
-                    "(cluster.heartbeat_timeout_s): it is stopped, or cut off",
-                )
-        # Once it has begun, all agents run, and are late by seconds; before, nodes may still start.
-        if self._took_over or self._generation >= 0:
-            self._check_awaited(now, awaited, limit_s)
-        elif now - self._began > self._spec.join_s:
-            for agent in awaited:
-                self._lose_agent(
-                    agent.index,
-                    f"its agent did not connect within {self._spec.join_s:g} s "
-                    "(cluster.rendezvous_timeout_s)",
-                )
-
-    def _check_awaited(self, now: float, awaited: list[AgentState], limit_s: float) -> None:
-        """Mark agents as lost that do not connect to this coordinator, which has taken over.
-
-        One whose port is open lives, and may be late because many others connect as well. It has
-        the time in which a connected one may be silent.
-        """
-        asked = nsmallest(MOST_PROBES, awaited, key=lambda agent: (agent.probed, agent.index))
-        unread = [agent for agent in asked if agent.peer is None]
-        for agent in unread[: MOST_READ if self._probed else MOST_PROBES]:
-            agent.peer = agent_file(self._run, self._spec.attempt, agent.index)
-            if agent.peer is None:
-                agent.probed, agent.port = now, Port.SILENT
-        known = {agent.index: agent.peer for agent in asked if agent.peer is not None}
-        if known and now - self._probed >= PROBE_S:
-            self._probed = now
-            for index, port in probe_ports(known, REACH_S).items():
-                self.agents[index].probed, self.agents[index].port = now, port
-        waited_s = now - self._began
-        for agent in awaited:
-            silent = waited_s > COME_S and agent.port is Port.SILENT
-            if agent.port is Port.CLOSED or silent or waited_s > COME_S + limit_s:
-                self._lose_agent(agent.index)
-
-    def _closed_ports(self, nodes: Iterable[int]) -> set[int]:
-        """Return those of these nodes at whose agent's address nothing listens any more."""
-        known = {n: agent_file(self._run, self._spec.attempt, n) for n in nodes}
-        return closed_ports({n: peer for n, peer in known.items() if peer}, REACH_S)
-
-    def _next_generation(self, now: float) -> None:
-        """Publish a generation without the lost members, once all other agents are known."""
-        if not self._lost_members or now - self._noticed < LOSS_WAIT_S:
-            return
-        remaining = [member for member in self._members if member not in self._lost_members]
-        if not remaining:
-            return
-        # Those that are lost together should cost one generation; but agents that are only late
-        # must not keep the others from the next one, of which their ranks are members.
-        awaited = any(agent.heard is None and not agent.lost for agent in self.agents.values())
-        if awaited and now - self._began < COME_S:
-            return
-        if self._is_smaller_half(len(remaining)) and now - self._noticed < self._spec.silence_s:
-            return
-        why = [
-            end.describe()
-            for end, members in self._losses
-            if self._lost_members.intersection(members)
-        ]
-        gone, why = sorted(self._lost_members), list(dict.fromkeys(why))
-        self._publish(self._generation + 1, remaining, gone=gone, why=why)
-
-    def _is_smaller_half(self, remaining: int) -> bool:
-        """Return whether the unreachable workers, not known to have died, outnumber this side's.
-
-        They may be about to continue without it. Checked once per loss.
-        """
-        noticed, is_smaller = self._beyond_reach
-        if noticed != self._noticed:
-            silent = 0
-            if 2 * len(self._lost_members) > len(self._members):
-                nodes = [self._node_of(m) for m in self._lost_members]
-                lost = Counter(node for node in nodes if self.agents[node].lost)
-                # Workers end with their agent, so behind a closed port none continues.
-                closed = self._closed_ports(lost)
-                silent = sum(count for node, count in lost.items() if node not in closed)
-            is_smaller = silent > remaining
-            self._beyond_reach = self._noticed, is_smaller
-        return is_smaller
-
-    def _node_of(self, member: int) -> int:
-        return self._spec.node_of(rank_of(member, self._ranks))
-
-    def _grow(self, now: float) -> None:
-        """Admit new workers at a boundary, once every member waits there for them.
-
-        If they died meanwhile, the same members continue.
-        """
-        if self._lost_members or self._generation < 0:
-            return
-        taken = {rank_of(member, self._ranks) for member in self._members}
-        waiting = {
-            worker.rank
-            for worker in self.workers.values()
-            if worker.wants_to_join and worker.state == "alive" and worker.rank not in taken
-        }
-        newcomers = [
-            self._member(r) for r in sorted(waiting) if waiting.issuperset(self._failure_unit(r))
-        ]
-        announce = newcomers and not self._announced_newcomers
-        if announce and now - self._looked_for_room > BEAT_S:
-            self._looked_for_room = now
-            # Without room for it the members would wait at the boundary in vain.
-            if self._record.has_room([*self._members, *newcomers]):
-                self._announced_newcomers = True
-                # One rank is enough: at the next boundary it informs all others.
-                leader = rank_of(self._members[0], self._ranks)
-                self._to_worker(leader, newcomers=True)
-        states = [self.workers[rank_of(m, self._ranks)] for m in self._members]
-        if all(
-            state.awaits_newcomers is not None and state.awaits_newcomers[0] == self._generation
-            for state in states
-        ):
-            updates = max(state.awaits_newcomers[1] for state in states if state.awaits_newcomers)
-            joined = {str(member): [] for member in newcomers}
-            self._publish(
-                self._generation + 1, [*self._members, *newcomers], joined=joined, updates=updates
-            )
-
-    def _publish(self, number: int, members: list[int], **more: Any) -> None:
-        """Publish a generation; without disk space, retry at the next tick. Those that wait for it
-        learn once a second that it is still to come.
-        """
-        if self._hung:  # what a later coordinator could learn from no agent that has replaced them
-            more["hung"] = sorted(self._hung)
-        try:
-            # Another coordinator's, if that one was faster: the first record of a number counts.
-            generation = self._record.publish(number, members, **more, time=time.time())
-        except OSError as error:
-            if not self._delay_told:
-                log.warning("generation %d is recorded later: %s", number, error)
-            if self._clock() - self._delay_told >= BEAT_S:
-                self._delay_told = self._clock()
-                self._to_worker(None, delayed=True)
-            return
-        self._accept(generation)
-
-    def adopt_generations(self) -> None:
-        """Adopt what another coordinator has recorded while this one was stopped."""
-        while (generation := self._record.read(self._generation + 1)) is not None:
-            self._accept(generation)
-
-    def _accept(self, generation: Mapping[str, Any]) -> None:
-        """Adopt the recorded generation and send it to all workers."""
-        self._message = message_of(generation)
-        self._generation, self._members = generation["generation"], list(generation["members"])
-        self._member_set = set(self._members)
-        self._hung.update(generation.get("hung", ()))
-        self._lost_members &= self._member_set
-        self._noticed = self._clock() if self._lost_members else 0.0
-        self._announced_newcomers, self._looked_for_room, self._delay_told = False, 0.0, 0.0
-        restart_waits(self.workers.values(), self._clock())
-        for worker in self.workers.values():
-            worker.wants_to_join = (
-                worker.wants_to_join and self._member(worker.rank) not in self._member_set
-            )
-        self._to_worker(None, **self._message)
-
-    # ------------------------------------------------------------------ the end
-
-    def _perhaps_over(self) -> None:
+    def _perhaps_over(self, now: float) -> None:
         """Write the outcome once all workers have ended and none will be restarted."""
         if any(worker.state != "ended" for worker in self.workers.values()):
             return
-        if self._restart_at:
+        if self._restarts.ranks:
             return
         # While this agent was stopped, the others may have continued without it, and its ranks may
         # have failed, since it sent them no generation.
-        if (generation := self._record.read(self._generation + 1)) is not None:
-            self._accept(generation)
+        if self._adopt_next():
             return
-        nodes = {self._node_of(member) for member in self._members if self._generation > 0}
-        out_of_reach = nodes and all(self.agents[index].lost for index in nodes)
-        if out_of_reach and nodes - self._closed_ports(nodes):
-            # Some of the members may live: the attempt continues there, and its outcome is theirs.
-            # Where they can be reached, this agent was stopped, or their link was broken.
-            known = {n: agent_file(self._run, self._spec.attempt, n) for n in nodes}
-            states = probe_ports({n: peer for n, peer in known.items() if peer}, REACH_S)
-            again = Port.OPEN in states.values()
-            log.info(
-                "the other nodes continue without this one; its agent ends%s",
-                ", and the next one joins them" * again,
-            )
-            for agent in self.agents.values():
-                if not agent.lost:  # a lost one that has connected again may hold the members
-                    self._command(agent.index, "end", again=again)
+        if self._leaves_to_others(now):
             return
-        state, culprit = self._decide()
-        lost: str | None = None  # described if it is not the job's fault: a scheduler restarts it
-        if culprit is not None and culprit.rank is None:
-            lost = f"node {culprit.node} stopped answering"
-        elif culprit is not None and self._is_bad_luck():
-            lost = f"rank {culprit.rank} on {culprit.node}: {culprit.cause}"
-        self.outcome = {
-            "state": state.value,
-            "culprit": culprit
-            and culprit.to_json() | {"usage": culprit.usage, "hangs": culprit.hangs},
-            "lost": lost,
-            "stalled": self._stalled,
-        }
+        self.outcome = self._causes.outcome(self.workers, self._record.losses())
         path = self._run.outcome(self._spec.attempt)
         try:
             write_json(path, self.outcome)
@@ -945,39 +700,68 @@ class Coordinator:
             log.warning("the outcome could not be written: %s", error)
         self._command(None, "end")
 
-    def _is_bad_luck(self) -> bool:
-        """Return whether the culprit stood still for no fault of the job. A rank that sleeps in the
-        kernel twice in a row does so because of what it does; a signal comes from outside.
-        """
-        if self._stalled != "asleep" or not self._spec.attempt:
-            return self._stalled is not None
-        before = read_json(self._run.outcome(self._spec.attempt - 1)) or {}
-        return before.get("stalled") != "asleep"
+    def _leaves_to_others(self, now: float) -> bool:
+        """Return whether the attempt's outcome is left to nodes that may continue without this one.
 
-    def _decide(self) -> tuple[State, Culprit | None]:
-        """Return the outcome: finished only if every worker said so."""
-        final_states = {worker.final_state for worker in self.workers.values()} - {None}
-        ends = [*self._ends, *candidate_causes(self._losses, self._record.losses())]
-        culprit = self._culprit
-        all_lost = not final_states  # without messages
-        # Losses that were survived are causes only where no worker remained to report the end.
-        if culprit is None and ends and (self._ends or all_lost):
-            behind = [
-                Straggler(
-                    rank=worker.rank,
-                    node=self._spec.name_of(self._spec.node_of(worker.rank)),
-                    seen=worker.seen,
-                )
-                for worker in self.workers.values()
-                if worker.standing in (Standing.BUSY, Standing.IDLE, Standing.DECLARED)
-            ]
-            known = {failure["rank"] for failure in self._failures}
-            records = [*self._run.failures(self._spec.attempt, known), *self._failures]
-            done = [
-                worker.rank for worker in self.workers.values() if worker.final_state == FINISHED
-            ]
-            culprit = find_root_cause(self._run, records, ends, behind, done)
-        culprit = culprit and self._described(culprit)
-        if culprit is not None or not final_states <= {FINISHED, STOPPED} or not final_states:
-            return State.FAILED, culprit
-        return (State.STOPPED if STOPPED in final_states else State.FINISHED), None
+        If some of the members may live, the attempt continues there. Where they can be reached,
+        this agent was stopped, or their link was broken.
+        """
+        if self._members.generation <= 0:
+            return False
+        nodes = {self._node_of(member) for member in self._members.current}
+        if not all(self.agents[index].lost for index in nodes):
+            self._out_of_reach_since = None
+            return False
+        self._out_of_reach_since = self._out_of_reach_since or now
+        ports = self._registry.ports(nodes, now, self._out_of_reach_since)
+        again = Port.OPEN in ports.values()
+        if len(ports) < len(nodes) and not again:
+            return True  # in the next turns the others are probed
+        if all(port is Port.CLOSED for port in ports.values()):
+            return False
+        log.info(
+            "the other nodes continue without this one; its agent ends%s",
+            ", and the next one joins them" * again,
+        )
+        for agent in self.agents.values():
+            if not agent.lost:  # a lost one that has connected again may hold the members
+                self._command(agent.index, "end", again=again)
+        return True
+
+    # ------------------------------------------------------------------ lookups and commands
+
+    @property
+    def _survives_losses(self) -> bool:
+        """Return whether the others continue without a lost worker: they have begun to train."""
+        return self._spec.survive and self._members.generation >= 0
+
+    @property
+    def _silence_s(self) -> float:
+        """Return for how long an agent or a stopped worker may be silent."""
+        return self._spec.silence_s if self._survives_losses else self._spec.heartbeat_s
+
+    def _member(self, rank: int) -> int:
+        return self._members.number_of(self.workers[rank])
+
+    def _processes(self) -> list[WorkerState]:
+        """Return the newest process of each rank that has a member, in the members' order."""
+        return [self.workers[rank_of(member, self._ranks)] for member in self._members.current]
+
+    def _node_of(self, member: int) -> int:
+        return self._spec.node_of(rank_of(member, self._ranks))
+
+    def _command(self, agent: int | None, command: str, **values: Any) -> None:
+        self._commands.append((agent, {"command": command, **values}))
+
+    def _kill(self, rank: int) -> None:
+        worker = self.workers[rank]
+        worker.killed_at = worker.killed_at or self._clock()
+        self._command(self._spec.node_of(rank), "kill", rank=rank)
+
+    def _to_worker(self, rank: int | None, **message: Any) -> None:
+        agent = None if rank is None else self._spec.node_of(rank)
+        self._command(agent, "tell", rank=rank, message=message)
+
+    def _warn(self, rank: int, sentence: str, about: About = "rank") -> None:
+        path = self._run.warnings(self._spec.attempt, self._spec.node_of(rank))
+        warn_of(path, rank, sentence, about=about)

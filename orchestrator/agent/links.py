@@ -193,23 +193,3 @@ def _port_state(error: int) -> Port:
     if error == errno.ECONNREFUSED:
         return Port.CLOSED
     return Port.SILENT if error else Port.OPEN
-
-
-def closed_ports(peers: Mapping[Key, Peer], timeout_s: float) -> set[Key]:
-    """Return the keys of peers at whose address nothing listens any more."""
-    return {key for key, state in probe_ports(peers, timeout_s).items() if state is Port.CLOSED}
-
-
-def is_port_closed(address: str, port: int, timeout_s: float, *, unknown: bool = False) -> bool:
-    """Return whether nothing listens there any more.
-
-    Args:
-        unknown: the result for a node that does not answer: it is silent, or cut off.
-    """
-    try:
-        socket.create_connection((address, port), timeout=timeout_s).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return unknown
-    return False

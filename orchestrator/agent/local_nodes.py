@@ -85,7 +85,7 @@ class NodeProcesses:
         self._specs, self._environments = list(specs), environments
         self._agent_of, self._control = agent_of, control
         self._run = RunDir(self._specs[0].run)
-        self._left = self._specs[0].replacements
+        self._replacements_left = self._specs[0].replacements
         self._pids: dict[int, int] = {}  # of running agents: pid -> index in the list
         self._restart_at: dict[int, float] = {}  # when to restart an agent
         self._signals: list[int] = []  # stop signals that are not yet forwarded
@@ -181,12 +181,12 @@ class NodeProcesses:
             code = os.waitstatus_to_exitcode(status)
             if index is None or code == 0 or not restart:
                 continue
-            if self._left <= 0 or self._stop is not None:
+            if self._replacements_left <= 0 or self._stop is not None:
                 if code != START_AGAIN:  # the others continue, which is no failure
                     # As a shell says it: the scheduler's record then tells a kill from a failure.
                     self.status = code if code > 0 else 128 - code
                 continue
-            self._left -= 1
+            self._replacements_left -= 1
             self._specs[index] = self._specs[index].next_incarnation()
             self._restart_at[index] = now + REST_S
 

@@ -126,6 +126,12 @@ class NodeSpec:
     def node_of(self, rank: int) -> int:
         return rank // self.ranks_per_node
 
+    def failure_unit(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that are lost, and come back, together with this one."""
+        if not self.whole_nodes:
+            return (rank,)
+        return tuple(self.ranks_of(self.node_of(rank)))
+
     def next_incarnation(self) -> NodeSpec:
         """Return the spec of the agent that replaces this one."""
         return replace(self, incarnation=self.incarnation + 1)

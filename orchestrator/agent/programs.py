@@ -378,10 +378,10 @@ def has_joined(pids: list[int], port: int) -> bool:
     """Return whether one of the processes serves the rendezvous port, or is connected to it."""
     for pid in pids:
         try:
-            found = psutil.Process(pid).net_connections(kind="tcp")
+            connections = psutil.Process(pid).net_connections(kind="tcp")
         except (psutil.NoSuchProcess, psutil.AccessDenied):  # it has ended, or became another's
             continue
-        for connection in found:
+        for connection in connections:
             local, remote = connection.laddr, connection.raddr
             if connection.status == psutil.CONN_LISTEN and local and local.port == port:
                 return True
@@ -453,8 +453,8 @@ def raised_in(log: str) -> str | None:
     >>> raised_in("all is well\n") is None
     True
     """
-    _, found, after = log.rpartition(TRACEBACK)
-    if not found:
+    _, marker, after = log.rpartition(TRACEBACK)
+    if not marker:
         return None
     lines = [RANK_OF_TORCH.sub("", line) for line in after.splitlines()]
     first = next((i for i, line in enumerate(lines) if RAISED.match(line)), None)

@@ -1,4 +1,9 @@
-"""The choice of the worker that saves the last boundary of a failed attempt."""
+"""The choice of the worker that saves the last boundary of a failed attempt, and its time to do so.
+
+A failed attempt ends in this order: workers that remain have `GRACE_S` to report what they saw and
+whether they can save; those that can leave their windows; one of them is chosen, and saves. Then
+all are killed.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +31,7 @@ class SaverElection:
 
     Attributes:
         saver: the rank that saves; None before it is chosen.
+        until: until when the remaining workers have time; None before a worker has failed.
     """
 
     def __init__(self, hang_s: float) -> None:
@@ -33,27 +39,32 @@ class SaverElection:
         self._elect_at: float | None = None  # at the latest
         self._answers_by = 0.0
         self.saver: int | None = None
+        self.until: float | None = None
 
-    def elect(self, now: float, members: Sequence[WorkerState]) -> float | None:
-        """Choose one of the live members, if that is due.
+    def begin(self, now: float) -> None:
+        """Give the workers that a failed one leaves behind a moment."""
+        self.until = now + GRACE_S
 
-        Returns:
-            Until when to wait for what follows; None: no longer than before.
-        """
+    def end(self, now: float) -> None:
+        """Wait no longer, since the saver has ended: it has saved, or will not any more."""
+        if self.until is not None:
+            self.until = min(self.until, now + GRACE_S)
+
+    def elect(self, now: float, members: Sequence[WorkerState]) -> None:
+        """Choose one of the live members, if that is due."""
         able = [worker for worker in members if worker.can_save]
         if not able:
-            return None
-        wait_until: float | None = None
+            return
         if self._elect_at is None:
-            self._elect_at = wait_until = now + SAVE_S
+            self._elect_at = self.until = now + SAVE_S
             self._answers_by = now + GRACE_S
         # One that has not answered yet may have the most updates.
         silent = any(worker.can_save is None for worker in members)
         if silent and now < self._answers_by:
-            return wait_until
+            return
         ready = [worker for worker in able if worker.left_after is not None]
         if not ready:
-            return wait_until
+            return
         # While only failed ones are ready, the others get all of `SAVE_S`.
         if not all(worker.failed for worker in ready):
             self._elect_at = min(self._elect_at, now + ELECT_S)
@@ -62,5 +73,4 @@ class SaverElection:
                 ready, key=lambda worker: (not worker.failed, worker.left_after or 0)
             ).rank
             # A large state takes as long as a slow disk needs.
-            wait_until = now + max(SAVE_S, self._hang_s)
-        return wait_until
+            self.until = now + max(SAVE_S, self._hang_s)

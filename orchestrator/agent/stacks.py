@@ -130,32 +130,32 @@ class ProcessStacks:
     """
 
     def __init__(self, pids: Iterable[int], log: Path) -> None:
-        self._left, self._log = deque(pid for pid in pids if catches(pid)), log
+        self._pending, self._log = deque(pid for pid in pids if catches(pid)), log
         self._until = time.monotonic() + ANSWER_S
-        self._asked: tuple[int, int, float] | None = None  # pid, size of the log, time
+        self._request: tuple[int, int, float] | None = None  # pid, size of the log, time
         self._answers = 0
         self.text = ""
 
     def poll(self) -> bool:
         """Return whether it is done. Call it again some time later if it is not."""
-        if self._asked is not None:
-            pid, before, asked_at = self._asked
+        if self._request is not None:
+            pid, before, asked_at = self._request
             written = max(0, _size_of(self._log) - before)
             if not written and time.monotonic() - asked_at < ONE_ANSWER_S:
                 return False
-            self._asked = None
+            self._request = None
             dump = read_end(self._log, DUMP_BYTES) if written else b""
             if stack := of_main_thread(dump.decode(errors="replace")):
                 self.text += f"; its process {pid} is {describe_stack(stack)}"
                 self._answers += 1
-        while self._left and self._answers < MOST_PROCESSES and time.monotonic() < self._until:
-            pid = self._left.popleft()
+        while self._pending and self._answers < MOST_PROCESSES and time.monotonic() < self._until:
+            pid = self._pending.popleft()
             size = _size_of(self._log)
             try:
                 os.kill(pid, STACK_SIGNAL)
             except ProcessLookupError:
                 continue
-            self._asked = pid, size, time.monotonic()
+            self._request = pid, size, time.monotonic()
             return False
         return True
 

@@ -60,16 +60,16 @@ class Standstills:
         self._spec = spec
         self._stands: set[int] = set()  # ranks that make no progress
         self._reported = self._stall_written = False
-        self._all_were_told = False  # that all of them wait
+        self._standstill_announced = False  # that all of them wait
 
     @property
     def may_be_due(self) -> bool:
         """Return whether `check` may find something."""
-        return bool(self._stands) or self._all_were_told
+        return bool(self._stands) or self._standstill_announced
 
     def announce_again(self) -> None:
         """Inform all workers once more at the next check, of a standstill that has not ended."""
-        self._all_were_told = False
+        self._standstill_announced = False
 
     def forget(self, rank: int) -> None:
         """Forget a process that has ended."""
@@ -105,8 +105,8 @@ class Standstills:
         ]
         all_wait = bool(waiting) and len(waiting) == len(alive)
         all_idle = bool(idle) and len(idle) == len(alive)
-        informs = all_wait != self._all_were_told
-        self._all_were_told = all_wait
+        informs = all_wait != self._standstill_announced
+        self._standstill_announced = all_wait
         standstill_s = now - max(worker.stands_since for worker in alive) if all_wait else None
         self._notify_of_stall(now, standing, everyone=all_wait or all_idle)
         if not (all_wait or all_idle):

@@ -200,7 +200,7 @@ def address_of_interface(names: str, node: str) -> str:
     """
     import psutil
 
-    there = {
+    interfaces = {
         interface: [
             entry.address
             for family in (socket.AF_INET, socket.AF_INET6)
@@ -210,11 +210,11 @@ def address_of_interface(names: str, node: str) -> str:
         for interface, entries in psutil.net_if_addrs().items()
     }
     for pattern in names.split(","):
-        for interface, addresses in sorted(there.items()):
+        for interface, addresses in sorted(interfaces.items()):
             if addresses and fnmatch.fnmatchcase(interface, pattern.strip().lstrip("=")):
                 return addresses[0]
     known = ", ".join(
-        f"{name} ({addresses[0]})" for name, addresses in sorted(there.items()) if addresses
+        f"{name} ({addresses[0]})" for name, addresses in sorted(interfaces.items()) if addresses
     )
     raise UsageError(
         f"cluster.interface={names}: node {node} has no such network interface with an address; "
@@ -236,12 +236,12 @@ def interface_of(address: str) -> str | None:
     """Return the network interface that has this address; None if there is none."""
     import psutil
 
-    here = address.partition("%")[0]
+    plain_address = address.partition("%")[0]
     return next(
         (
             interface
             for interface, entries in psutil.net_if_addrs().items()
-            if any(entry.address.partition("%")[0] == here for entry in entries)
+            if any(entry.address.partition("%")[0] == plain_address for entry in entries)
         ),
         None,
     )

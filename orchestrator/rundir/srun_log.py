@@ -71,8 +71,9 @@ def numbers(listed: str) -> Iterator[int]:
         yield from range(int(first), int(last or first) + 1)
 
 
-def node_failure(run: RunDir, attempt: int, names: Sequence[str] = ()) -> str | None:
-    """Describe the failure of a node that srun's log reports, by name or number; else None.
+def failed_node(run: RunDir, attempt: int, names: Sequence[str] = ()) -> str | None:
+    """Return the name of a node that failed, by srun's log, or its number if that is all that is
+    known; None if none did.
 
     Args:
         names: of the attempt's nodes, where they are known: a node that failed at once has left no
@@ -89,7 +90,13 @@ def node_failure(run: RunDir, attempt: int, names: Sequence[str] = ()) -> str | 
         number = int(match["number"])
         name = (read_json(run.node_ranks(attempt, number)) or {}).get("node")
         name = names[number] if name is None and number < len(names) else name
-    return f"node {name or match['number']} failed"
+    return str(name or match["number"])
+
+
+def node_failure(run: RunDir, attempt: int, names: Sequence[str] = ()) -> str | None:
+    """Describe the failure of a node that srun's log reports (`failed_node`); else None."""
+    node = failed_node(run, attempt, names)
+    return None if node is None else f"node {node} failed"
 
 
 def cancellation(run: RunDir, attempt: int) -> str | None:

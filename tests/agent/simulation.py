@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from types import SimpleNamespace
 
 from orchestrator.agent import agent as agent_module
-from orchestrator.agent import coordinator as coordinator_module
+from orchestrator.agent import agent_registry
 from orchestrator.agent.agent import Agent
 from orchestrator.agent.links import Link, Port, connect, probe_ports
 from orchestrator.agent.liveness import (
@@ -205,8 +205,7 @@ class Network:
         monkeypatch.setattr(Link, "send_line", lambda link, line: self.send(link, line))  # noqa: PLW0108  # binds
         monkeypatch.setattr(Link, "close", lambda link: self.close(link))  # noqa: PLW0108  # binds
         monkeypatch.setattr(agent_module, "connect", self.connect)
-        monkeypatch.setattr(coordinator_module, "closed_ports", self.closed_ports)
-        for module in (agent_module, coordinator_module):
+        for module in (agent_module, agent_registry):
             monkeypatch.setattr(module, "probe_ports", self.probe_ports)
 
     def is_cut(self, one, other):
@@ -216,10 +215,6 @@ class Network:
         if self.is_cut(self.current, peer.node):
             raise TimeoutError
         return connect(peer, **more)
-
-    def closed_ports(self, peers, timeout_s):
-        states = self.probe_ports(peers, timeout_s)
-        return {key for key, state in states.items() if state is Port.CLOSED}
 
     def probe_ports(self, peers, timeout_s):
         states = probe_ports(peers, timeout_s)

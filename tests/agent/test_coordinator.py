@@ -5,18 +5,17 @@ from dataclasses import asdict
 
 import pytest
 
+from orchestrator.agent.agent_registry import COME_S, MOST_PROBES, MOST_READ
 from orchestrator.agent.coordinator import (
-    COME_S,
-    GRACE_S,
     KILL_S,
     LOSS_WAIT_S,
-    MOST_FRUITLESS,
-    REST_S,
     Coordinator,
 )
 from orchestrator.agent.liveness import RankPosition
 from orchestrator.agent.node_spec import publish_agent
+from orchestrator.agent.restarts import MOST_FRUITLESS, REST_S
 from orchestrator.agent.root_cause import NOT_JOINED
+from orchestrator.agent.saver_election import GRACE_S
 from orchestrator.agent.stacks import STACK_S
 from orchestrator.engine.common.rendezvous import listen
 from orchestrator.errors import RunFolderError
@@ -899,7 +898,7 @@ def test_a_folder_that_cannot_be_read_keeps_no_event_from_its_effect(tmp_path, m
     attempt = Attempt(tmp_path, replacements=3)
     assert lose(attempt, 1) == [(1, 1)]
     attempt.take("started", 1, 1)
-    monkeypatch.setattr("orchestrator.agent.coordinator.read_progress", stale)
+    monkeypatch.setattr("orchestrator.agent.restarts.read_progress", stale)
     monkeypatch.setattr("orchestrator.agent.root_cause.read_end", stale)
     monkeypatch.setattr("pathlib.Path.open", stale)
     attempt.take("hangs", 1, 1, cause="it hangs", **AWAKE, seen=SEEN)
@@ -1016,6 +1015,18 @@ def test_the_smaller_half_waits_if_others_may_live(attempt, listens, generation)
         assert attempt.newest["generation"] == 1, "the others must not continue"
 
 
+def test_a_half_that_was_the_smaller_one_waits_no_longer_once_another_node_is_back(tmp_path):
+    Attempt(tmp_path)
+    later = Attempt(tmp_path, gone=[0], begin=False, index=1)
+    later.join(1)
+    later.tick(COME_S + 1)
+    later.tick(MOMENT_S)
+    assert later.newest["generation"] == 0, "two of three are out of reach"
+    later.join(2)
+    later.tick(MOMENT_S)
+    assert later.newest["members"] == [1, 2]
+
+
 def test_no_newcomer_joins_once_a_worker_has_finished(tmp_path):
     attempt = Attempt(tmp_path, replacements=2)
     attempt.end(1, status=-9)
@@ -1063,6 +1074,27 @@ def test_an_evicted_node_leaves_the_outcome_to_the_nodes_that_continue(tmp_path,
     assert evicted.commands_of("end")
     assert (evicted.outcome is None) == others_live
     listener.close()
+
+
+def test_an_evicted_node_asks_all_others_in_a_few_turns_whether_they_continue(tmp_path):
+    nodes = MOST_PROBES + 3 * MOST_READ
+    others = [index for index in range(nodes) if index != 1]
+    run = RunDir(tmp_path)
+    run.attempt(0).mkdir(parents=True)
+    record = GenerationRecord(run.attempt(0))
+    record.publish(0, range(nodes))
+    record.publish(1, others, gone=[1])
+    evicted = Attempt(tmp_path, nodes=nodes, index=1, gone=others, begin=False)
+    evicted.join(1)
+    evicted.end(1, 75, "evicted")
+    with listen("127.0.0.1") as listener:
+        publish_agent(node_spec(tmp_path, nodes=nodes, index=nodes - 1), listener.getsockname()[1])
+        for _ in range(3):
+            evicted.tick(MOMENT_S)
+            assert not evicted.commands_of("end"), "the last one may listen"
+        evicted.tick(MOMENT_S)
+    assert evicted.commands_of("end") == [(1, {"command": "end", "again": True})]
+    assert evicted.outcome is None
 
 
 def test_a_coordinator_whose_ranks_failed_while_it_was_stopped_does_not_end_the_others(tmp_path):

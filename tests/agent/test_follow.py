@@ -145,7 +145,7 @@ def test_a_coordinator_that_was_stopped_learns_first_what_it_missed(agent, monke
     monkeypatch.setattr(agent._clock, "_monotonic", lambda: now + 20.0)
     agent._turn()
     assert agent._over is replaced
-    assert agent._coordinator._members == ([0, 1, 2] if replaced else [0, 1])
+    assert agent._coordinator._members.current == ([0, 1, 2] if replaced else [0, 1])
 
 
 def test_an_agent_without_workers_returns_to_the_coordinator_that_another_one_follows(

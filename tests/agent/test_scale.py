@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks.hollow import HollowRun
 from orchestrator.agent import agent as agent_module
+from orchestrator.agent import agent_registry
+from orchestrator.agent.agent_registry import MOST_PROBES, MOST_READ
 from orchestrator.agent.coordinator import Coordinator
 from orchestrator.agent.links import Link, Peer, Port, line_of, probe_ports
 from orchestrator.engine.common.rendezvous import listen
@@ -71,6 +73,46 @@ def test_a_coordinator_looks_at_all_ranks_by_the_clock_and_not_at_each_heartbeat
             turns += 1
     assert turns == 500
     assert len(ticks) <= 55
+
+
+@pytest.mark.parametrize("took_over", [True, False])
+def test_a_tick_reads_few_addresses_and_probes_few_ports_however_many_nodes_are_lost(
+    tmp_path, monkeypatch, took_over
+):
+    reads, probes = [], []
+    read, probe = agent_registry.agent_file, agent_registry.probe_ports
+
+    def count_read(*node):
+        reads.append(node)
+        return read(*node)
+
+    def count_probes(peers, timeout_s):
+        probes.extend(peers)
+        return probe(peers, timeout_s)
+
+    monkeypatch.setattr(agent_registry, "agent_file", count_read)
+    monkeypatch.setattr(agent_registry, "probe_ports", count_probes)
+    nodes = 3 * MOST_PROBES
+    attempt = Attempt(tmp_path, nodes=nodes)
+    if took_over:
+        attempt = Attempt(tmp_path, nodes=nodes, index=1, gone=[0], begin=False)
+        attempt.join(1)
+    own = int(took_over)
+    others = [index for index in range(nodes) if index != own]
+    for index in others:
+        attempt.lose_agent(index)
+    each_tick = []
+    while attempt.newest["members"] != [own]:
+        reads.clear(), probes.clear()
+        attempt.tick(0.02)
+        each_tick.append((len(reads), len(probes)))
+        assert len(each_tick) < 1000
+    assert each_tick[0][0] <= MOST_PROBES
+    assert max(read for read, _ in each_tick[1:]) <= MOST_READ
+    assert max(probed for _, probed in each_tick) <= MOST_PROBES
+    assert sum(read for read, _ in each_tick) <= nodes, "the file of a lost agent once"
+    if not took_over:  # else those that have not connected are probed more slowly
+        assert attempt.newest["generation"] == 1, "what is lost together costs one generation"
 
 
 @pytest.mark.parametrize("survive", [True, False])

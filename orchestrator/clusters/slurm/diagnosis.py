@@ -111,9 +111,12 @@ def _of_job(run: RunDir, attempt: int, job: ScheduledJob) -> Culprit | None:
         return Culprit(rank=None, node=job.nodes or "scheduler", cause=cause, log_tail=log)
     if (departure := read_departure(run, attempt)) is None:
         return None
+    # Only ranks that stop write departure.json; a decision may follow a loss or a failure as well.
+    left_in_order = run.departure(attempt).exists() and not departure.get("lost")
+    end = "its ranks left in order" if left_in_order else "its attempt ended early"
     cause = (
-        f"its ranks left in order ({departure['why']}), but the batch script {_how(job)} before it "
-        "could hand the job back to the queue; resume goes on"
+        f"{end} ({departure['why']}), but the batch script {_how(job)} before it could hand the "
+        "job back to the queue; resume goes on"
     )
     return Culprit(rank=None, node=departure.get("node") or "batch", cause=cause)
 

@@ -28,7 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from orchestrator.agent.links import Peer, Port, closed_ports, is_port_closed, probe_ports
+from orchestrator.agent.links import Peer, Port, probe_ports
 from orchestrator.agent.node_spec import published_agents
 from orchestrator.agent.topology import node_names, own_job_id
 from orchestrator.clusters.api import Culprit
@@ -85,7 +85,7 @@ from orchestrator.rundir.restarts import (
     pause_before,
     record_restart,
 )
-from orchestrator.rundir.srun_log import REQUEUED_BY_OTHERS, STOP_CODES, node_failure
+from orchestrator.rundir.srun_log import REQUEUED_BY_OTHERS, STOP_CODES, failed_node, node_failure
 
 log = logging.getLogger(__name__)
 
@@ -247,7 +247,7 @@ def _await_agents(run: RunDir, attempt: int) -> None:
     peers = published_agents(run, attempt)
     reported = False
     while not run.outcome(attempt).exists():
-        if all(is_port_closed(peer.address, peer.port, REACH_S, unknown=True) for peer in peers):
+        if Port.OPEN not in probe_ports({peer.node: peer for peer in peers}, REACH_S).values():
             return
         if not reported:
             print_note("srun has ended, but agents continue; waiting for them")
@@ -307,7 +307,7 @@ def _is_usable(
         return False
     # Where nothing listens, the node's kernel answers.
     known = {peer.node: peer for peer in peers}
-    return closed_ports(known, REACH_S) == known.keys()
+    return all(port is Port.CLOSED for port in probe_ports(known, REACH_S).values())
 
 
 def _daemons_listen(client: SlurmClient, nodes: str) -> bool:
@@ -351,11 +351,9 @@ def _cut_short(
         why = outcome.lost
         if why and missed and culprit is not None and culprit.rank is None:
             # Where srun misses a node's part of the step, it ends the others, whom agents miss.
-            others = (
-                describe_srun_end(run, attempt) == SRUN_ENDED
-                and f"node {culprit.node} " not in missed
-            )
-            why = missed if others else why
+            ended_others = describe_srun_end(run, attempt) == SRUN_ENDED
+            if ended_others and culprit.node != failed_node(run, attempt, names):
+                why = missed
         return departure_note(why, lost=True) if why else None
     if not all(failure["secondary"] for failure in run.failures(attempt)):
         return None

@@ -140,6 +140,15 @@ def test_the_end_of_a_job_whose_batch_script_died_is_explained_by_what_its_ranks
     assert not run.result.exists()
 
 
+@pytest.mark.parametrize("how", [{"lost": True}, {"failed": {"attempt": 0, "update": 3}}])
+def test_a_restart_that_was_granted_after_a_loss_is_not_said_to_follow_an_orderly_end(run, how):
+    job = ScheduledJob(id="1", state="FAILED", nodes="n[0-1]", exit_signal=9)
+    write_json(run.decision(0), {"why": "node n1 failed", "updates": 3, **how})
+    cause = diagnose(run, job)[1].cause
+    assert cause.startswith("its attempt ended early (node n1 failed), but the batch script was")
+    assert "left in order" not in cause
+
+
 def test_a_job_that_lives_is_the_later_word_than_a_file(run):
     write_json(run.plan, {})
     culprit = {"rank": 1, "node": "n1", "cause": "x"}

@@ -516,6 +516,15 @@ def test_the_node_that_srun_missed_is_the_cause_of_the_loss_of_the_others(run):
     assert why_cut_short(run, 0, KILLED, "") == "node n0 failed"
 
 
+def test_a_node_that_agents_and_srun_both_miss_is_the_cause_itself(run):
+    attempts(run, 1)
+    lost = Culprit(rank=None, node="n1", cause="the node went away: its agent is gone")
+    ended(run, 0, "failed", culprit=lost, lost="node n1 stopped answering")
+    run.srun_log(0).write_text(f"{MISSING} 1\nsrun: Job step aborted: Waiting up to 5 seconds\n")
+    assert why_cut_short(run, 0, KILLED, "", "n[0-1]") == "node n1 stopped answering"
+    assert why_cut_short(run, 0, KILLED, "", "n[2-3]") == "node n3 failed"
+
+
 def test_a_node_that_failed_before_its_agent_began_is_named_by_the_jobs_list(run):
     attempts(run, 1)
     run.srun_log(0).write_text(f"{MISSING} 1\n")
