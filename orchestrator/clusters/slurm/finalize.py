@@ -116,7 +116,13 @@ class Next(Enum):
 
 
 def finalize_in_job(
-    path: Path, attempt: int, code: int | None, stop_signal: str, *, script_gone: str = ""
+    path: Path,
+    attempt: int,
+    code: int | None,
+    stop_signal: str,
+    *,
+    script_gone: str = "",
+    is_stopped: Callable[[], object] = lambda: False,
 ) -> Next:
     """Requeue the job, write the run's end, or request a new srun; return which.
 
@@ -124,6 +130,7 @@ def finalize_in_job(
         code: srun's exit code; None if it is not known, since it died with the script.
         stop_signal: the first signal that the batch script got, or "".
         script_gone: why the batch script ended, if the coordinator acts for it.
+        is_stopped: returns whether the batch script has got a stop signal since then.
     """
     run = RunDir(path)
     if Fence(run.newest_attempt, attempt).is_stale:
@@ -166,7 +173,7 @@ def finalize_in_job(
         job,
         departure=departure,
         culprit=lambda: culprit_of(run, attempt, code),
-        restart=partial(_count_new_srun, run)
+        restart=partial(_count_new_srun, run, is_stopped=is_stopped)
         if in_place
         else partial(_requeue, client, job, patience_s=REQUEUE_PATIENCE_S, tell=print_note),
         in_place=in_place,
@@ -260,15 +267,18 @@ def _srun_restarts(run: RunDir, job_id: str) -> int:
     return int(path.read_text("ascii")) if path.exists() else 0
 
 
-def _count_new_srun(run: RunDir, *, pause_s: float = 0.0) -> None:
+def _count_new_srun(
+    run: RunDir, *, pause_s: float = 0.0, is_stopped: Callable[[], object] = lambda: False
+) -> None:
     """Count one more attempt of this job, for the script and `finalize_ended_job`. That is the last
     write of a finalization, so a repetition counts no attempt twice.
 
     Args:
         pause_s: for which it waits first; not once the run is cancelled.
+        is_stopped: returns whether the job was asked to stop, which ends the wait, too.
     """
     waited_s = 0.0
-    while waited_s < pause_s and not run.cancel.exists():
+    while waited_s < pause_s and not run.cancel.exists() and not is_stopped():
         time.sleep(PAUSE_POLL_S)
         waited_s += PAUSE_POLL_S
     job_id = own_job_id(os.environ)

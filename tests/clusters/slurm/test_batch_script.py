@@ -32,7 +32,7 @@ from orchestrator.clusters.slurm.safe_values import (
 )
 from orchestrator.config.composer import compose
 from orchestrator.config.schema import Config, gpu_count
-from orchestrator.errors import ConfigError
+from orchestrator.errors import START_AGAIN, ConfigError
 from orchestrator.rundir import files
 from orchestrator.rundir.folder import RunDir
 from tests.helpers import LIMIT_S, alive, until
@@ -141,6 +141,46 @@ def test_a_stopped_script_srun_or_last_step_is_continued(tmp_path, monkeypatch):
     assert script.done.returncode == 4, script.done.stderr
     assert "<003><4>" in script.words("python")
     assert script.done.stdout.count("was stopped; it continues") == 2
+
+
+def test_a_stop_in_the_last_step_starts_no_rank_of_the_next_attempt(tmp_path):
+    """The last step hears of it, since it may pause before that, and survives the signal itself."""
+
+    def stop(run: RunDir) -> None:
+        (tmp_path / "python").write_text(f"""\
+#!/bin/bash
+echo "$*" >>{tmp_path}/python.calls
+[[ $* == *" 003 "* ]] || exit 3
+echo 1 >{run.attempts}/srun-restarts-7
+kill -TERM $PPID $$
+read -rt {LIMIT_S} && exit {START_AGAIN}
+""")
+
+    script = Script(tmp_path, slurm_config(), code=7, before=stop, SLURM_JOB_ID="7")
+    assert script.done.returncode == 3, script.done.stderr
+    assert script.words("srun").count("<--unbuffered>") == 1
+    _, second = script.words("python").splitlines()
+    assert second.endswith(f"after {script.run.path} 004 143 TERM")
+
+
+def test_a_signal_to_all_processes_of_the_job_leaves_the_watcher_of_srun(tmp_path):
+    again = tmp_path / "again"
+
+    def signal_all(run: RunDir) -> None:
+        (tmp_path / "srun").write_text(f"""\
+#!/bin/bash
+case "$*" in *--overlap*) touch {again}; exit;; esac
+trap '' USR2
+until kill -USR2 $PPID $(ps -o pid= --ppid $PPID) && [ -e {tmp_path}/signalled ]; do
+    touch {tmp_path}/signalled
+    sleep 0.2
+done
+echo n2 >"{run.attempts}/003/start-agent-00002"
+for _ in {{1..100}}; do [ -e {again} ] || sleep 0.1; done
+""")
+
+    Script(tmp_path, slurm_config(), before=signal_all)
+    assert again.exists()
 
 
 def test_a_second_step_in_the_allocation_overlaps_the_first_which_may_still_be_listed(tmp_path):

@@ -332,6 +332,9 @@ def test_a_requeued_job_waits_in_the_queue_and_one_that_is_not_in_its_allocation
     assert waits == []
     _count_new_srun(crashing, pause_s=30.0)
     assert sum(waits) == 30
+    _count_new_srun(crashing, pause_s=30.0, is_stopped=lambda: len(waits) == 35)
+    assert len(waits) == 35, "a stop ends the pause"
+    waits[30:] = []
     crashing.cancel.touch()
     _count_new_srun(crashing, pause_s=30.0)
     assert sum(waits) == 30
