@@ -43,6 +43,7 @@ SRUN_GRACE_S = 10  # between the signals to an srun that does not end
 ROOM_BYTES = 65536  # that a disk must have for the files of an attempt's start
 STEPS_S = 20  # for which a controller that has just started may refuse steps
 ANSWER_S = 60  # for which squeue may take to answer
+RECORD_S = 20  # for a submission to record its job
 STOPPED_S = 5  # for which a process of the script may be stopped
 STARTER = "clusters/slurm/node_entry.py"
 MOUNTS = "container-mounts"
@@ -120,12 +121,22 @@ fi
 """)
 JOB_ID = "job_id=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
 # Where sbatch's answer was lost, the run may have been submitted again: of two jobs, the recorded
-# one trains. One that has ended bars no other, as of a person who calls sbatch; and during a
-# submission the record is an old one. The id is read as `write_json` writes it.
+# one trains. One that has ended bars no other, as of a person who calls sbatch. During a submission
+# the record is an old one; that command may have been killed. The id is read as `write_json`
+# writes it.
 OWN_JOB = Shell("""\
-own_job=$(sed -n 's/^ "job_id": "\\([0-9_]*\\)",$/\\1/p' "$run/handle.json" 2>/dev/null)
-if [ "${own_job:-$job_id}" != "$job_id" ] &&
-    ! [ -e "$run/submitting.json" -o -e "$run/../submitting.json" ] &&
+is_recorded() {
+    own_job=$(sed -n 's/^ "job_id": "\\([0-9_]*\\)",$/\\1/p' "$run/handle.json" 2>/dev/null)
+    [ "$own_job" = "$job_id" ]
+}
+is_being_submitted() {
+    [ -e "$run/submitting.json" -o -e "$run/../submitting.json" ]
+}
+for _ in {1..@{RECORD_S}}; do
+    if is_recorded || ! is_being_submitted; then break; fi
+    read -rt 1 <> <(:)
+done
+if ! is_recorded && [ -n "$own_job" ] && ! is_being_submitted &&
     timeout @{ANSWER_S} squeue -ahr -t PD,CF,R,S,CG -o %i -j "$own_job" 2>/dev/null |
     grep -qxF "$own_job"
 then
@@ -426,7 +437,7 @@ def _step(
         yield from PYTHON_CHECK.lines(python=quoted(host.python))
     yield JOB_ID
     if not attended:
-        yield from OWN_JOB.lines(ANSWER_S=ANSWER_S)
+        yield from OWN_JOB.lines(ANSWER_S=ANSWER_S, RECORD_S=RECORD_S)
     yield from ATTEMPT.lines(
         BASE=BASE_ATTEMPT_VARIABLE,
         attempt=attempt,

@@ -36,6 +36,7 @@ from orchestrator.errors import START_AGAIN, ConfigError
 from orchestrator.rundir import files
 from orchestrator.rundir.folder import RunDir
 from tests.helpers import LIMIT_S, alive, until
+from tests.programs import script
 
 pytestmark = pytest.mark.whole_runs
 
@@ -233,8 +234,30 @@ OWNERS = {
 }
 
 
+def test_a_job_waits_for_its_record_while_a_submission_is_going_on(tmp_path):
+    """A controller made it after its answer was lost; another one is being made and recorded."""
+    script(tmp_path, "#!/bin/bash\necho 9\n", "squeue", run=True)
+
+    def record(run: RunDir) -> None:
+        run.submitting.write_text("")
+        # `sed` reads the record: from its second call on there is one.
+        sed = f"""#!/bin/bash
+[ -e {tmp_path}/looked ] && mv {run.handle}.new {run.handle} && rm {run.submitting}
+touch {tmp_path}/looked
+exec /usr/bin/sed "$@"
+"""
+        files.write_json(run.handle, {"kind": "slurm", "job_id": "9", "attempt": 3})
+        run.handle.rename(f"{run.handle}.new")
+        script(tmp_path, sed, "sed", run=True)
+
+    ended = Script(tmp_path, slurm_config(), before=record, SLURM_JOB_ID="8").done
+    assert "this job (8) is not the run's: that is job 9" in ended.stderr
+    assert not (tmp_path / "srun.calls").exists()
+
+
 @pytest.mark.parametrize("case", OWNERS)
-def test_a_job_starts_nothing_while_another_one_is_recorded_and_lives(tmp_path, case):
+def test_a_job_starts_nothing_while_another_one_is_recorded_and_lives(tmp_path, monkeypatch, case):
+    monkeypatch.setattr("orchestrator.clusters.slurm.batch_script.RECORD_S", 1)
     recorded, lives, submission, starts = OWNERS[case]
 
     def befall(run: RunDir) -> None:

@@ -382,6 +382,7 @@ def test_a_submission_that_no_job_is_known_of_is_not_denied_where_its_job_began(
     batch = str(run.submitit / "000.sh")
     note = {"script": batch, "attempt": 0, "before": "", "time": 0.0, "elements": [""]}
     write_json(run.submitting, {**note, "kind": "slurm", "slurm_conf": None})
+    os.utime(run.submitting, (0.0, 0.0))
     if began:
         run.begin_attempt()
     say("squeue", "")
@@ -391,6 +392,50 @@ def test_a_submission_that_no_job_is_known_of_is_not_denied_where_its_job_began(
     assert (status.reason == "it was never submitted") is not began
     assert status.state == "lost"
     assert not run.submitting.exists()
+
+
+def test_a_job_may_still_come_of_a_submission_that_was_killed_a_moment_ago(
+    tmp_path, say, monkeypatch
+):
+    """Its command is killed after a lost answer, while it looks whether the job was made."""
+    run, batch = make_run(tmp_path / "run"), tmp_path / "000.sh"
+    timeout = "#!/bin/sh\necho 'Socket timed out on send/recv operation' >&2\nexit 1\n"
+    say("squeue", queue_line(Command="/another/script.sh"))
+    script(tmp_path / "bin", timeout, "sbatch", run=True)
+    say("sacct", "")
+
+    def kill(pause_s):
+        if pause_s >= 1:  # shorter ones are subprocess's
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("time.sleep", kill)
+        with pytest.raises(KeyboardInterrupt):
+            queue(run, batch, 0, None)
+    with pytest.raises(ClusterError, match=r"a busy scheduler may .* ask again in \d+ s"):
+        adopt(run)
+    assert run.submitting.exists()
+    say("squeue", queue_line(Command=str(batch)))
+    assert "job 7 was queued" in adopt(run)
+    assert run.read_handle()["job_id"] == "7"
+
+
+def test_no_job_is_queued_for_an_attempt_that_a_late_one_has_begun(tmp_path, say):
+    run, calls = make_run(tmp_path / "run"), say("sbatch", "8")
+    run.begin_attempt()
+    with pytest.raises(ClusterError, match="has begun attempt 0 meanwhile"):
+        queue(run, tmp_path / "000.sh", 0, None)
+    assert not calls()
+    assert not run.may_be_queued
+
+
+def test_a_second_job_of_a_run_is_reported_with_its_number(submitted, say):
+    second = queue_line(JobArrayID="9", Command=str(submitted.submitit / "000.sh"))
+    own = queue_line(Command=str(submitted.submitit / "000.sh"))
+    say("squeue", f"{own}\n{second}")
+    [status], sentences = statuses([submitted])
+    assert status.state == "starting"
+    assert [s for s in sentences if "`scancel 9` ends it" in s]
 
 
 def test_a_full_disk_says_why_no_job_is_stopped_and_lets_it_be_ended(submitted, say, monkeypatch):
