@@ -120,17 +120,17 @@ def finalize_in_job(
     attempt: int,
     code: int | None,
     stop_signal: str,
+    is_stopped: Callable[[], object] = lambda: False,
     *,
     script_gone: str = "",
-    is_stopped: Callable[[], object] = lambda: False,
 ) -> Next:
     """Requeue the job, write the run's end, or request a new srun; return which.
 
     Args:
         code: srun's exit code; None if it is not known, since it died with the script.
         stop_signal: the first signal that the batch script got, or "".
-        script_gone: why the batch script ended, if the coordinator acts for it.
         is_stopped: returns whether the batch script has got a stop signal since then.
+        script_gone: why the batch script ended, if the coordinator acts for it.
     """
     run = RunDir(path)
     if Fence(run.newest_attempt, attempt).is_stale:

@@ -57,10 +57,10 @@ def after(run: str, attempt: str, code: str, stop_signal: str) -> None:
     from orchestrator.notify import Notifier
     from orchestrator.rundir.folder import RunDir
 
-    arguments = Path(run), int(attempt), int(code), stop_signal
     is_stopped = partial(wait_readable, [0], 0.0)
+    arguments = Path(run), int(attempt), int(code), stop_signal, is_stopped
     try:
-        follows = finalize_patiently(partial(finalize_in_job, *arguments, is_stopped=is_stopped))
+        follows = finalize_patiently(partial(finalize_in_job, *arguments))
     except (ClusterError, RunFolderError) as error:
         sys.exit(f"error: the run was neither requeued nor ended: {error}; resume goes on")
     notifier = Notifier(RunDir(Path(run)))
