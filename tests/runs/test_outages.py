@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from orchestrator.api import open_run, open_sweep
+from orchestrator.api import Sweep, open_run
 from orchestrator.clusters.api import Handle, Request, State
 from orchestrator.config.composer import compose
 from orchestrator.errors import RunFolderError
@@ -52,7 +52,7 @@ def test_a_wait_for_a_run_outlasts_an_outage_of_its_file_system(tmp_path, outage
 def test_a_wait_for_a_sweep_outlasts_an_outage_of_its_file_system(tmp_path, outage):
     make = maker(tmp_path / "sweep")
     points = [make(name).path for name in "01"]
-    sweep = open_sweep(tmp_path / "sweep")
+    sweep = Sweep(tmp_path / "sweep")
     outage[points[1]] = 5
     assert sweep.wait() == "finished"
     assert outage[points[1]] == 0
@@ -90,7 +90,7 @@ def test_a_folder_that_cannot_be_shown_ends_no_ranks(tmp_path, outage, monkeypat
         def kill(self):
             self.killed = True
 
-    run, ranks, screen = maker(tmp_path)("a"), Ranks(), Screen(width=200)
+    run, ranks, screen = maker(tmp_path)("a"), Ranks(), Screen(width=1000)
     cluster = SimpleNamespace(
         config=compose([]), submit=lambda _: ranks, request=lambda *_: None, attended=True
     )

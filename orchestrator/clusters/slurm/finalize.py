@@ -89,7 +89,6 @@ from orchestrator.rundir.srun_log import REQUEUED_BY_OTHERS, STOP_CODES, node_fa
 
 log = logging.getLogger(__name__)
 
-OURS = frozenset({"RUNNING", "COMPLETING"})
 REQUEUED = frozenset({"COMPLETING", "PENDING"})
 """States of a job after its requeue: it ends first, and waits then."""
 NOT_REQUEUED = "SLURM may not requeue the job (the site has cleared Requeue); resume goes on"
@@ -149,7 +148,9 @@ def finalize_in_job(
         # follows.
         refined = _refine(run, attempt, departure, job, restarts)
         record_restart(run, attempt, refined, RestartKind.REQUEUE)
-    if job is None or job.restarts != restarts or job.state not in OURS | {"CANCELLED"}:
+    if job is None or job.restarts != restarts:
+        return Next.NOTHING
+    if not job.at_work and job.state not in ("COMPLETING", "CANCELLED"):
         return Next.NOTHING
     if recorded is not None:  # an earlier try was interrupted
         can_run_srun = job.state == "RUNNING" and not script_gone

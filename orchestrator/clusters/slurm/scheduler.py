@@ -49,6 +49,7 @@ DOWN = (
     "protocol authentication error",
     "problem talking to the database",
     "temporarily unable to",
+    "can not be altered now",
 )
 # The keys behind sbatch's messages, where neither they nor a line before names what to change.
 MEANINGS = {
@@ -276,6 +277,7 @@ HELD_AFTER_LAUNCH = "launch failed requeued held"
 HELD = {
     HELD_AFTER_LAUNCH: "a node could not start it, and `sinfo -R` may know why; ",
     "job requeued in held state": "",
+    "job requeued in special exit state": "",
     "jobhelduser": "",
     "jobheldadmin": "an administrator holds it, and only one can release it; ",
     "reservationdeleted": "",
@@ -359,6 +361,13 @@ class ScheduledJob:
     @property
     def waiting(self) -> bool:
         return self.state in WAITING
+
+    @property
+    def at_work(self) -> bool:
+        """Return whether it runs: RUNNING, for a moment SUSPENDED or RESIZING, or SIGNALING, for as
+        long as one of its nodes takes no signal.
+        """
+        return self.alive and not self.waiting and self.state != "COMPLETING"
 
     @property
     def held(self) -> bool:
@@ -504,7 +513,9 @@ def _accounting(client: SlurmClient, *options: str) -> str:
 
 
 def accounted(client: SlurmClient, ids: Collection[str]) -> dict[str, ScheduledJob]:
-    """Return the latest start of these jobs by sacct; {} without accounting.
+    """Return the latest start of these jobs, which squeue does not know, by sacct; {} without
+    accounting. One that runs by its record is left out: the controller has lost it, or its end has
+    not been recorded yet.
 
     Raises:
         SchedulerDown: there is accounting, but it does not answer.
@@ -525,7 +536,7 @@ def accounted(client: SlurmClient, ids: Collection[str]) -> dict[str, ScheduledJ
             exit_code=code,
             exit_signal=number,
         )
-    return jobs
+    return {job_id: job for job_id, job in jobs.items() if not job.alive}
 
 
 def accounted_scripts(client: SlurmClient, user_id: int, *, since: float) -> list[tuple[str, str]]:

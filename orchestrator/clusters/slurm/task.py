@@ -233,7 +233,7 @@ class _Watch:
             except ClusterError as error:  # in a container, say, without SLURM's commands
                 log.info("whether the batch script lives is not known: %s", error)
                 job = None
-            if job is not None and job.state != "RUNNING":
+            if job is not None and not job.at_work:
                 return True
             time.sleep(POLL_S if job is None else QUERY_S)
         return False

@@ -802,6 +802,9 @@ def test_a_job_that_was_requeued_meanwhile_is_left_alone_and_its_reason_noted(ru
         (None, None, []),
         ({"State": "COMPLETING", "Reason": "TimeLimit"}, None, REQUEUED),
         ({"RestartCnt": "2"}, "2", REQUEUED),
+        ({"State": "SIGNALING"}, None, REQUEUED),
+        ({"State": "SUSPENDED"}, None, REQUEUED),
+        ({"State": "REQUEUE_HOLD"}, None, []),
     ],
 )
 def test_a_job_is_handed_back_unless_it_was_taken_back(run, finalized, values, restarts, asked):

@@ -215,6 +215,7 @@ def test_a_silent_squeue_holds_up_no_follower(submitted, say, tmp_path):
         ("JobHeldUser", "`scontrol release 7`"),
         ("JobHeldAdmin", "only one can release it; it waits for `scontrol release 7`"),
         ("job_requeued_in_held_state", "`scontrol release 7`"),
+        ("job_requeued_in_special_exit_state", "`scontrol release 7`"),
         ("DependencyNeverSatisfied", "its dependency can no longer be met"),
         ("QOSMaxWallDurationPerJobLimit", "(cluster.time_min) is above its QOS's limit"),
     ],
@@ -234,6 +235,17 @@ def test_a_job_whose_reservation_was_deleted_is_not_ended_by_looking(submitted, 
         (found,), _ = statuses([submitted])
         assert (found.state, "`scontrol release 7`" in found.reason) == ("pending", True)
     assert not submitted.result.exists()
+
+
+def test_a_job_that_the_controller_has_lost_does_not_run_by_its_accounting(submitted, say):
+    """As after `slurmctld -c`; sacct lists it among the runaway jobs for ever."""
+    say("squeue", "")
+    say("sacct", "7|REQUEUED|0:0|n0\n7|RUNNING|0:0|n0")
+    (found,), _ = statuses([submitted])
+    assert (found.state, "left the queue without a result" in found.reason) == ("lost", True)
+    say("sacct", "7|REQUEUED|0:0|n0\n7|NODE_FAIL|0:0|n0")
+    (found,), _ = statuses([submitted])
+    assert (found.state, "a node failed" in found.reason) == ("failed", True)
 
 
 def test_a_job_that_has_got_the_id_of_a_runs_job_is_not_taken_for_it(submitted, say):
