@@ -99,7 +99,7 @@ def test_a_folder_that_cannot_be_shown_ends_no_ranks(tmp_path, outage, monkeypat
         run=run, cluster=cluster, request=request, output=OutputOptions(console=screen)
     )
     monkeypatch.setattr("orchestrator.rundir.files.READ_PATIENCE_S", 0.0)
-    outage[run.path] = 3
+    outage[run.path] = 4  # the first one is that of the messages about the run
     assert _attempt(ready, 0) == (State.FINISHED, False, None)
     assert not ranks.killed
     assert screen.text.count("the run goes on, and is shown again") == 3
