@@ -38,6 +38,7 @@ from orchestrator.source.modules import PACKAGE
 TRAPPED = "TERM INT HUP USR1 USR2"
 SRUN_LOG = 9  # the descriptor of srun's log, opened before any user code runs
 PREAMBLE = 8  # the descriptor of the preamble's text
+NO_PREAMBLE = "error: cluster.preamble cannot be read; is ${TMPDIR:-/tmp} full on $SLURMD_NODENAME?"
 STOPS = 7  # the descriptor of a pipe with the stop signals that come while the run is finalized
 SRUN_GRACE_S = 10  # between the signals to an srun that does not end
 ROOM_BYTES = 65536  # that a disk must have for the files of an attempt's start
@@ -481,9 +482,13 @@ def _preamble(config: Config) -> Iterator[str]:
     end = "END_OF_PREAMBLE"
     while end in lines:
         end += "_"
+    # Bash keeps a long text in a file, before 5.1 any: without one, none of it would be executed.
+    yield "local _preamble_begun="
     yield f". /dev/fd/{PREAMBLE} {PREAMBLE}<<'{end}'  # cluster.preamble"
+    yield "_preamble_begun=1"
     yield from lines
     yield end
+    yield f'[ -n "$_preamble_begun" ] || {{ echo "{NO_PREAMBLE}" >&2; exit 1; }}'
 
 
 def _srun(config: Config, host: SubmitHost, run: RunDir, shape: Sequence[str]) -> list[list[str]]:

@@ -74,7 +74,7 @@ def _second_jobs(
     """
     by_folder: defaultdict[str, list[ScheduledJob]] = defaultdict(list)
     for job in jobs.values():
-        if job.alive and job.command.startswith("/"):
+        if (job.at_work or job.waiting) and job.command.startswith("/"):
             by_folder[os.path.dirname(job.command)].append(job)  # noqa: PTH120  # of thousands
     for run in runs:
         own = str(statuses[run.path].job_id)
@@ -84,7 +84,7 @@ def _second_jobs(
                 if element == name and number != own.partition("_")[0]:
                     yield (
                         f"{run.path}: job {job.id} was queued from its script, too, and trains "
-                        f"only once job {own} has ended; `scancel {job.id}` ends it"
+                        f"only if job {own} is over; `scancel {job.id}` ends it"
                     )
 
 

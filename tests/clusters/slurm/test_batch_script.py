@@ -369,6 +369,16 @@ def test_after_any_preamble_the_run_is_finalized_with_its_code(tmp_path, preambl
         assert f"CODE={tmp_path}/code" in script.words("srun")
 
 
+def test_no_rank_starts_without_its_preamble(tmp_path, disk):
+    """Bash writes a long one to a temporary file, which a full disk does not take."""
+    disk.fill()
+    config = slurm_config(preamble=["export A=of-the-preamble", f"# {'x' * 200_000}"])
+    script = Script(tmp_path, config, TMPDIR=str(disk.folder))
+    assert f"<after><{script.run.path}><003><1>" in script.words("python")
+    assert not script.words("srun")
+    assert f"is {disk.folder} full on n0?" in script.done.stderr
+
+
 SITE = "set -euo pipefail; set -fC"  # as in a BASH_ENV
 
 

@@ -448,6 +448,9 @@ def test_a_second_job_of_a_run_is_reported_with_its_number(submitted, say):
     [status], sentences = statuses([submitted])
     assert status.state == "starting"
     assert [s for s in sentences if "`scancel 9` ends it" in s]
+    ending = second.replace("RUNNING", "COMPLETING")  # that of an earlier attempt
+    say("squeue", f"{own}\n{ending}")
+    assert not statuses([submitted])[1]
 
 
 def test_a_full_disk_says_why_no_job_is_stopped_and_lets_it_be_ended(submitted, say, monkeypatch):
