@@ -438,7 +438,8 @@ def test_no_job_is_queued_for_an_attempt_that_a_late_one_has_begun(tmp_path, say
     with pytest.raises(ClusterError, match="has begun attempt 0 meanwhile"):
         queue(run, tmp_path / "000.sh", 0, None)
     assert not calls()
-    assert not run.may_be_queued
+    say("squeue", queue_line(Command=str(tmp_path / "000.sh")))
+    assert "job 7 was queued" in adopt(run)
 
 
 def test_a_second_job_of_a_run_is_reported_with_its_number(submitted, say):
