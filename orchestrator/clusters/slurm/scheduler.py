@@ -513,9 +513,7 @@ def _accounting(client: SlurmClient, *options: str) -> str:
 
 
 def accounted(client: SlurmClient, ids: Collection[str]) -> dict[str, ScheduledJob]:
-    """Return the latest start of these jobs, which squeue does not know, by sacct; {} without
-    accounting. One that runs by its record is left out: the controller has lost it, or its end has
-    not been recorded yet.
+    """Return the latest start of these jobs by sacct; {} without accounting.
 
     Raises:
         SchedulerDown: there is accounting, but it does not answer.
@@ -536,7 +534,18 @@ def accounted(client: SlurmClient, ids: Collection[str]) -> dict[str, ScheduledJ
             exit_code=code,
             exit_signal=number,
         )
-    return {job_id: job for job_id, job in jobs.items() if not job.alive}
+    return jobs
+
+
+def accounted_ends(client: SlurmClient, ids: Collection[str]) -> dict[str, ScheduledJob]:
+    """Return those of these jobs, which squeue does not know, that have ended by sacct.
+
+    One that runs by its record has been lost by the controller, or its end is not recorded yet.
+
+    Raises:
+        SchedulerDown: there is accounting, but it does not answer.
+    """
+    return {job_id: job for job_id, job in accounted(client, ids).items() if not job.alive}
 
 
 def accounted_scripts(client: SlurmClient, user_id: int, *, since: float) -> list[tuple[str, str]]:

@@ -18,7 +18,7 @@ from orchestrator.clusters.slurm.handle import is_of_another
 from orchestrator.clusters.slurm.scheduler import (
     ScheduledJob,
     SlurmClient,
-    accounted,
+    accounted_ends,
     jobs_of_user,
     queued,
 )
@@ -108,7 +108,7 @@ def _query(
     gone = sorted(still - jobs.keys())
     silent = False
     try:
-        jobs |= accounted(client, gone) if gone else {}
+        jobs |= accounted_ends(client, gone) if gone else {}
     except ClusterError as error:
         yield str(error)
         silent = True

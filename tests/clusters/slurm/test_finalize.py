@@ -50,7 +50,7 @@ from orchestrator.rundir.restarts import FRUITLESS
 from orchestrator.rundir.status import from_folder
 from tests.agent.specs import node_spec
 from tests.clusters.slurm.queue_lines import queue_line
-from tests.helpers import LIGHT, SMALL, await_exit, begin, node_process, records, until
+from tests.helpers import SMALL, TINY, await_exit, begin, node_process, records, until
 from tests.run_folders import make_run, record, write_failure
 
 pytestmark = pytest.mark.whole_runs
@@ -213,9 +213,10 @@ def test_an_agent_that_was_stopped_and_lives_is_not_replaced(tmp_path):
     """A node is frozen for 8 to 15 s, and its agent is back when the second one is to begin."""
     run = tmp_path / "run"
     launcher = begin(
-        LIGHT,
+        TINY,
         SMALL,
         "cluster.nodes=2",
+        "cluster.ranks_per_node=1",
         "job.pause_s=0.05",
         "train.updates=100000",
         "run.survive=true",
