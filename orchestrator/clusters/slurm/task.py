@@ -103,7 +103,7 @@ class NodeTask:
         run, attempt = RunDir(Path(self.run)), attempt_of(os.environ)
 
         def agent_of(spec: NodeSpec) -> Agent:
-            if is_served(spec):
+            if NODE_VARIABLE in os.environ and is_served(spec):
                 log.info("the agent of node %s is at work again, and no second one", spec.name)
                 leave(0)
             watch = _Watch(run, attempt, spec)
@@ -113,14 +113,12 @@ class NodeTask:
 
 
 def is_served(spec: NodeSpec) -> bool:
-    """Return whether the node has an agent that this new one, which is to be a later one, must not
-    replace: it was only stopped for some time.
+    """Return whether the node has an agent that another one, which the batch script has started,
+    must not replace: it was only stopped for some time.
 
     One that lives closes a connection over which it gets nothing of ours. The kernel accepts for
     one that is stopped, which then is replaced.
     """
-    if not spec.incarnation:
-        return False
     newest = agent_file(RunDir(spec.run), spec.attempt, spec.index)
     if newest is None:
         return False
