@@ -57,12 +57,19 @@ from orchestrator.rundir.checkpoints import (
     read_last,
     weights_of,
 )
-from orchestrator.rundir.files import make_folder, remove
+from orchestrator.rundir.files import await_readable, make_folder, remove
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import is_locked
 from orchestrator.rundir.metrics import HELD_OUT, History, Record, read_metrics
 from orchestrator.rundir.outcome import describe_end
-from orchestrator.rundir.status import OVER, UNREADABLE, RunStatus, find_runs, kind_of
+from orchestrator.rundir.status import (
+    OVER,
+    UNREADABLE,
+    RunStatus,
+    await_run,
+    find_runs,
+    kind_of,
+)
 from orchestrator.runs.cancel import cancel, cancel_sweep
 from orchestrator.runs.follow import OutputOptions, follow, handle_of
 from orchestrator.runs.launcher import LauncherProcess, launch
@@ -434,22 +441,36 @@ class Run:
     def wait(self, timeout_s: float | None = None) -> str:
         """Wait until the run has ended, well or not, and return its state.
 
-        To interrupt this leaves the run alone.
+        To interrupt this leaves the run alone. A folder that cannot be read is read again for up to
+        a minute, whatever `timeout_s` is.
 
         Raises:
             TimeoutError: it has not ended after so many seconds. It goes on.
             OrchestratorError: a rank refused what it was asked to do before the first update.
         """
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        has_waited = was_read = False
         while True:
-            status = self.status
+            try:
+                status = self.status
+                is_over = status.state in OVER and not is_locked(RunDir(self.folder))
+            except (OSError, RunFolderError):
+                if has_waited:
+                    raise
+                status, is_over = None, False
+            if status is None or (status.state == "damaged" and not has_waited):
+                has_waited = True
+                await_run(RunDir(self.folder), existed=was_read)
+                continue
             if status.state in UNREADABLE:
                 raise RunFolderError(status.reason or f"{self.folder} cannot be read")
-            if status.state in OVER and not is_locked(RunDir(self.folder)):
+            has_waited, was_read = False, True
+            if is_over:
                 if self._launcher is not None:
                     # It releases the run before it says why it ends.
                     self._launcher.raise_error(LEAVE_S)
-                return self.state
+                latest = self.state
+                return latest if latest in OVER else status.state
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise TimeoutError(f"{self.folder} is {status.state} after {timeout_s:g} s")
@@ -805,18 +826,23 @@ class Sweep:
         """
         return self._state()[0]
 
-    def _state(self) -> tuple[str, float]:
-        """Return the state, and after how many seconds it is worth to look again."""
+    def _state(self) -> tuple[str, float, list[Path]]:
+        """Return the state, after how many seconds it is worth to look again, and the points that
+        cannot be read.
+        """
         at_work = is_locked(RunDir(self.folder))
         runs = [RunDir(run.folder) for run in self.runs]
         run_statuses = statuses(runs)[0]
         interval_s = max((class_of(kind_of(run)).status_interval_s for run in runs), default=0.0)
         states = {status.state for status in run_statuses}
+        damaged = [status.folder for status in run_statuses if status.state == "damaged"]
         if at_work or not states <= {*OVER, *UNREADABLE}:
-            return "running", interval_s
-        if states & {"failed", "lost", *UNREADABLE}:
-            return "failed", 0.0
-        return "finished" if states and states <= {"finished", "pruned"} else "stopped", 0.0
+            state = "running"
+        elif states & {"failed", "lost", *UNREADABLE}:
+            state = "failed"
+        else:
+            state = "finished" if states and states <= {"finished", "pruned"} else "stopped"
+        return state, interval_s, damaged
 
     def wait(self, timeout_s: float | None = None) -> str:
         """Wait until all points have ended, and return the sweep's state.
@@ -827,9 +853,15 @@ class Sweep:
             TimeoutError: they have not after so many seconds. They go on.
         """
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        has_waited = False
         while True:
-            state, interval_s = self._state()
+            state, interval_s, damaged = await_readable(self._state)
             if state != "running":
+                if damaged and not has_waited:
+                    has_waited = True
+                    for folder in damaged:
+                        await_run(RunDir(folder), existed=False)
+                    continue
                 if self._launcher is not None:
                     self._launcher.raise_error(LEAVE_S)
                 return state

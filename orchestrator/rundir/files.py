@@ -153,30 +153,44 @@ def await_disk_space(action: Callable[[], T], tell: Callable[[str], object]) -> 
     return _repeat(action, may_pass, tell_wait, DISK_PATIENCE_S, DISK_POLL_S)
 
 
+def is_unreadable_now(error: Exception) -> bool:
+    """Return whether a file is there but cannot be read: a stale handle, or no answer of a server.
+
+    That may pass.
+    """
+    cause = error.__cause__ if isinstance(error, RunFolderError) else error
+    lasting = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+    # ELOOP: a link
+    return (
+        isinstance(cause, OSError) and not isinstance(cause, lasting) and cause.errno != errno.ELOOP
+    )
+
+
 def await_readable(
-    action: Callable[[], T], tell: Callable[[str], object] = lambda _: None, *, brief: bool = False
+    action: Callable[[], T],
+    tell: Callable[[str], object] = lambda _: None,
+    *,
+    brief: bool = False,
+    existed: bool = False,
 ) -> T:
-    """Repeat an action that reads, while a file is there but cannot be read (a stale handle, a
-    server that does not answer), for some time. After that raises its `OSError`, or the
-    `RunFolderError` with such a cause.
+    """Repeat an action that reads, while a file is there but cannot be read, for some time. After
+    that raises its `OSError`, or the `RunFolderError` with such a cause.
 
     Args:
         tell: gets a sentence about the wait, once.
         brief: for a moment only, since many runs may be read; and not where access is denied.
+        existed: also while it is missing, as below a mount that is gone: it was there before.
     """
     patience_s, poll_s = (GLANCE_S, GLANCE_POLL_S) if brief else (READ_PATIENCE_S, READ_POLL_S)
-    lasting = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
     def tell_wait(error: Exception) -> None:
         tell(f"{error}; reading it again, for up to {patience_s:.0f} s")
 
     def may_pass(error: Exception) -> bool:
         cause = error.__cause__ if isinstance(error, RunFolderError) else error
-        return (
-            isinstance(cause, OSError)
-            and not isinstance(cause, (*lasting, PermissionError) if brief else lasting)
-            and cause.errno != errno.ELOOP  # a link
-        )
+        if isinstance(cause, PermissionError):
+            return not brief
+        return is_unreadable_now(error) or (existed and isinstance(cause, FileNotFoundError))
 
     return _repeat(action, may_pass, tell_wait, patience_s, poll_s)
 

@@ -183,6 +183,17 @@ def status_or_damage(run: RunDir, read: Callable[[], RunStatus]) -> RunStatus:
         return unknown(run, error)
 
 
+def await_run(run: RunDir, *, existed: bool) -> None:
+    """Wait until a run can be read, for some time; see `await_readable`."""
+
+    def read() -> RunStatus:
+        run.config.stat()
+        return from_folder(run)
+
+    with suppress(*DAMAGE):
+        await_readable(read, existed=existed)
+
+
 def correct_by_lock(run: RunDir, status: RunStatus) -> RunStatus:
     """Return a local run's status, corrected by its lock: a run that nothing holds is lost."""
     if status.state in ENDED_STATES:
@@ -209,13 +220,13 @@ def mark_unknown(runs: Sequence[RunDir], statuses: dict[Path, RunStatus], why: s
 def find_runs(below: Path) -> list[Path]:
     """Return all run folders below a folder, those of sweeps included, by name: 0, 1, …, 10.
 
-    A folder that may not be read counts as one: it may be another account's run. So does one that
-    lost its config.yaml, which is written before plan.json.
+    A folder that cannot be read counts as one: it may be another account's run, or its disk may not
+    answer. So does one that lost its config.yaml, which is written before plan.json.
     """
     paths: list[Path] = []
 
     def refused(error: OSError) -> None:
-        if isinstance(error, PermissionError):
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
             paths.append(Path(error.filename))
 
     for folder, folders, files in os.walk(below, onerror=refused):

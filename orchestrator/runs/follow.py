@@ -6,8 +6,9 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 
@@ -40,7 +41,13 @@ from orchestrator.report.run_tables import print_closing
 from orchestrator.report.terminal import LogReader, command, outlive_reader, say
 from orchestrator.rundir.backup import Backup
 from orchestrator.rundir.best import BestSoFar
-from orchestrator.rundir.files import read_json, remove, write_json
+from orchestrator.rundir.files import (
+    await_readable,
+    is_unreadable_now,
+    read_json,
+    remove,
+    write_json,
+)
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import Tail, read_metrics, read_progress
 from orchestrator.rundir.outcome import (
@@ -60,6 +67,8 @@ from orchestrator.rundir.restarts import (
 from orchestrator.rundir.status import kind_of
 from orchestrator.rundir.warnings import NewWarnings
 from orchestrator.runs.inputs import INPUTS, differences
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,35 +194,45 @@ def watch(
     Args:
         stop: called after each poll of a run that has not ended.
         recent: show this many bytes of what earlier attempts or hours wrote, too.
+
+    Raises:
+        OSError, RunFolderError: the folder could not be read for some time.
     """
-    plan, tail = run.read_plan(), Tail(run.metrics, recent)
-    if isinstance(run.read_config()["cluster"]["nodes"], dict):
+
+    def read(action: Callable[[], T]) -> T:
+        return await_readable(action, partial(output.note, style="yellow", prose=True))
+
+    plan, config, tail = read(
+        lambda: (run.read_plan(), run.read_config(), Tail(run.metrics, recent))
+    )
+    if isinstance(config["cluster"]["nodes"], dict):
         plan.pop("ranks", None)  # of the most nodes; a scheduler may give fewer
     attempt, warnings = -1, NewWarnings(run.path)
-    shows_output = output.verbose and is_program(run.read_config()["job"])
+    shows_output = output.verbose and is_program(config["job"])
     log = LogReader(run.rank_log(0))
-    best, keep_best = None, run.read_config()["train"].get("keep_best")
+    best, keep_best = None, config["train"].get("keep_best")
     if keep_best is not None:
         best = BestSoFar(keep_best)
-        for record in read_metrics(run.metrics).evaluations:  # `tail` may begin after them
+        evaluations = read(lambda: read_metrics(run.metrics).evaluations)
+        for record in evaluations:  # `tail` may begin after them
             best.add(record["update"] + 1, record["evaluation"])
     with Progress(plan, output.console, output.quiet, output.verbose, best=best) as progress:
         while True:
-            state = handle.poll(POLL_S)
-            current = run.latest_attempt
+            state = read(lambda: handle.poll(POLL_S))
+            current = read(lambda: run.latest_attempt)
             if current != attempt:
                 attempt = current
                 warnings = NewWarnings(run.attempt(attempt), already=plan.get("warnings") or ())
-            latest = read_progress(run.progress(attempt))
-            records = tail.read()
+            latest = read(partial(read_progress, run.progress(attempt)))
+            records = read(tail.read)
             if records and plan.get("dataset_samples") is None:
                 # by now the workers know the data set, and so the length
-                plan.update(run.read_plan())
+                plan.update(read(run.read_plan))
             micro_steps = (latest.done, latest.steps) if latest else None
-            progress.update(records, micro_steps, warnings.read(now=state.ended))
-            for sentence in () if output.quiet else handle.new_messages():
+            progress.update(records, micro_steps, read(partial(warnings.read, now=state.ended)))
+            for sentence in () if output.quiet else read(handle.new_messages):
                 output.note(sentence, "yellow", prose=True)
-            for text in log.read() if shows_output else ():
+            for text in read(lambda: list(log.read())) if shows_output else ():
                 output.console.out(text, end="", highlight=False)
             if shows_output and state.ended and (rest := log.rest()):
                 output.console.out(rest, highlight=False)
@@ -227,7 +246,7 @@ def follow(handle: Handle, run: RunDir, output: OutputOptions, *, recent: int = 
     Returns:
         The run's exit code; or, when the showing was interrupted, 130.
     """
-    state = handle.poll(0.0)
+    state = await_readable(partial(handle.poll, 0.0))
     if not state.ended:
         state = watch(handle, run, output, lambda: interrupts.count > 0, recent)
     if not state.ended:
@@ -238,7 +257,7 @@ def follow(handle: Handle, run: RunDir, output: OutputOptions, *, recent: int = 
         )
         return EXIT_INTERRUPTED
     code = EXIT_CODES[state]
-    result = run.read_result()
+    result = await_readable(run.read_result)
     if result is None and handle.culprit is None:
         lost = f"{run.path} has ended without a result: its launcher is gone"
         say(output.console, lost, "bold red")
@@ -324,16 +343,18 @@ def _attempt(ready: PreparedRun, number: int) -> tuple[State, bool, Culprit | No
 
     def stop() -> bool:
         nonlocal stopping
-        notifier.send()
         if interrupts.count and not stopping:
             stopping = True
             handle.stop()
             sentence = f"the run {describe_stop(ready.run)}; once more ends every process at once"
             say(ready.output.console, sentence, "yellow")
-        return interrupts.count > 1
+        if interrupts.count > 1:
+            return True
+        notifier.send()
+        return False
 
     try:
-        state = watch(handle, ready.run, ready.output, stop)
+        state = _watch_patiently(handle, ready, stop)
         if not state.ended:
             handle.kill()
             return State.STOPPED, True, None
@@ -341,10 +362,27 @@ def _attempt(ready: PreparedRun, number: int) -> tuple[State, bool, Culprit | No
         handle.kill()
         raise
     # Rank 0 records the end of the training; a program records nothing.
-    recorded = (ready.run.read_result() or {}).get("state")
+    recorded = (await_readable(ready.run.read_result) or {}).get("state")
     if state is State.FINISHED and recorded != state.value and not is_program(ready.config.job):
         return State.FAILED, False, Culprit(rank=None, node="launcher", cause=NO_RESULT)
     return state, False, handle.culprit
+
+
+def _watch_patiently(handle: Handle, ready: PreparedRun, stop: Callable[[], bool]) -> State:
+    """Show an attempt as `watch` does. A folder that cannot be read ends the showing, not the
+    ranks.
+    """
+    while True:
+        try:
+            return watch(handle, ready.run, ready.output, stop)
+        except (OSError, RunFolderError) as error:
+            if not is_unreadable_now(error):
+                raise
+            sentence = f"{error}; the run goes on, and is shown again once its folder can be read"
+            say(ready.output.console, sentence, "bold red", prose=True)
+        with contextlib.suppress(OSError, RunFolderError):
+            if stop():
+                return State.RUNNING
 
 
 def start_run(ready: PreparedRun) -> int:

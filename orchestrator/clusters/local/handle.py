@@ -5,6 +5,7 @@ It needs the agent, which planning and checking a run do not.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -76,6 +77,8 @@ class LocalHandle(Handle):
         for descriptor in (stdin, log, control, report):
             os.close(descriptor)
         self._ended = os.pidfd_open(self._pid)
+        self._code: int | None = None  # of the child, once it has ended
+        self._reported = b""  # its outcome, where the disk was full
         try:
             with os.fdopen(pipe, "wb") as file:
                 file.write(json.dumps(order).encode())
@@ -85,7 +88,7 @@ class LocalHandle(Handle):
     def poll(self, timeout_s: float) -> State:
         if self._state.ended:
             return self._state
-        if wait_readable([self._ended], timeout_s):
+        if self._code is not None or wait_readable([self._ended], timeout_s):
             self._finish()
         return self._state
 
@@ -108,7 +111,7 @@ class LocalHandle(Handle):
             self._finish()
 
     def _signal(self, number: int) -> None:
-        if not self._state.ended:
+        if self._code is None:
             signal.pidfd_send_signal(self._ended, number)
 
     def _close_control(self) -> None:
@@ -117,26 +120,31 @@ class LocalHandle(Handle):
             self._control = -1
 
     def _finish(self) -> None:
-        code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
-        os.close(self._ended)
-        self._close_control()
-        try:
-            reported = os.read(self._report, OUTCOME_BYTES)
-        except BlockingIOError:  # an agent still holds it
-            reported = b""
-        os.close(self._report)
+        if self._code is None:
+            self._code = self._reap()
+        # Nothing of what follows changes if the folder cannot be read now, and `poll` is repeated.
         outcome = read_outcome(self._run, self._request.attempt)
-        if outcome is None and reported:
-            outcome = outcome_from_json(json.loads(reported))
+        if outcome is None and self._reported:
+            outcome = outcome_from_json(json.loads(self._reported))
         if outcome is None and self._stopping and not self._has_begun:
             self._state = State.STOPPED  # in the import, before there was an agent
         elif outcome is None:
-            self._state = State.FAILED
             cause = "the agents of all nodes ended without an outcome; their parent "
-            cause += describe_status(code)
-            if code == EXIT_IMPORT_HANGS:
+            cause += describe_status(self._code)
+            if self._code == EXIT_IMPORT_HANGS:
                 cause = IMPORT_HANGS.format(f"{self._hang_s:g}")
             log = tail(self._run.node_log("node0"))
             self.culprit = Culprit(rank=None, node="node0", cause=cause, log_tail=log)
+            self._state = State.FAILED
         else:
             self._state, self.culprit = outcome.state, outcome.culprit
+
+    def _reap(self) -> int:
+        """Wait for the child's end, take the outcome that it reported; return its exit code."""
+        code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        os.close(self._ended)
+        self._close_control()
+        with contextlib.suppress(BlockingIOError):  # an agent still holds it
+            self._reported = os.read(self._report, OUTCOME_BYTES)
+        os.close(self._report)
+        return code

@@ -38,10 +38,13 @@ from orchestrator.source.modules import PACKAGE
 TRAPPED = "TERM INT HUP USR1 USR2"
 SRUN_LOG = 9  # the descriptor of srun's log, opened before any user code runs
 PREAMBLE = 8  # the descriptor of the preamble's text
+NO_PREAMBLE = "error: cluster.preamble cannot be read; is ${TMPDIR:-/tmp} full on $SLURMD_NODENAME?"
+STOPS = 7  # the descriptor of a pipe with the stop signals that come while the run is finalized
 SRUN_GRACE_S = 10  # between the signals to an srun that does not end
 ROOM_BYTES = 65536  # that a disk must have for the files of an attempt's start
 STEPS_S = 20  # for which a controller that has just started may refuse steps
 ANSWER_S = 60  # for which squeue may take to answer
+RECORD_S = 20  # for a submission to record its job
 STOPPED_S = 5  # for which a process of the script may be stopped
 STARTER = "clusters/slurm/node_entry.py"
 MOUNTS = "container-mounts"
@@ -64,6 +67,7 @@ class Shell(Template):
         """Return the text's lines with these values."""
         numbers = {
             "SRUN_LOG": SRUN_LOG,
+            "STOPS": STOPS,
             "STOPPED_S": STOPPED_S,
             "STEPS_S": STEPS_S,
             "NODE_INDEX": NODE_VARIABLE,
@@ -76,8 +80,9 @@ class Shell(Template):
 OWN_SHELL = "set +eufC +o pipefail +o posix"
 # A signal to the script alone (scancel --batch) is meant for the ranks. srun forwards USR2 to its
 # tasks; on TERM it ends them, which only a launcher wants that holds the script (allocation.py).
+# $1 is a signal that came before the script started itself again.
 TRAPS = Shell("""\
-stop_signal= srun=
+stop_signal=$1 srun=
 forward_stop() {
     stop_signal=${stop_signal:-$1}
     [ -z "$srun" ] || kill -@{forwarded} "$srun" 2>/dev/null
@@ -117,12 +122,22 @@ fi
 """)
 JOB_ID = "job_id=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
 # Where sbatch's answer was lost, the run may have been submitted again: of two jobs, the recorded
-# one trains. One that has ended bars no other, as of a person who calls sbatch; and during a
-# submission the record is an old one. The id is read as `write_json` writes it.
+# one trains. One that has ended bars no other, as of a person who calls sbatch. During a submission
+# the record is an old one; that command may have been killed. The id is read as `write_json`
+# writes it.
 OWN_JOB = Shell("""\
-own_job=$(sed -n 's/^ "job_id": "\\([0-9_]*\\)",$/\\1/p' "$run/handle.json" 2>/dev/null)
-if [ "${own_job:-$job_id}" != "$job_id" ] &&
-    ! [ -e "$run/submitting.json" -o -e "$run/../submitting.json" ] &&
+is_recorded() {
+    own_job=$(sed -n 's/^ "job_id": "\\([0-9_]*\\)",$/\\1/p' "$run/handle.json" 2>/dev/null)
+    [ "$own_job" = "$job_id" ]
+}
+is_being_submitted() {
+    [ -e "$run/submitting.json" -o -e "$run/../submitting.json" ]
+}
+for _ in {1..@{RECORD_S}}; do
+    if is_recorded || ! is_being_submitted; then break; fi
+    read -rt 1 <> <(:)
+done
+if ! is_recorded && [ -n "$own_job" ] && ! is_being_submitted &&
     timeout @{ANSWER_S} squeue -ahr -t PD,CF,R,S,CG -o %i -j "$own_job" 2>/dev/null |
     grep -qxF "$own_job"
 then
@@ -183,7 +198,8 @@ second() {
 }
 """)
 # Signals do not interrupt the wait for srun. An unresponsive node would keep srun from ending, so
-# srun is ended after the outcome is written. The watcher ends with the script, however that ends.
+# srun is ended after the outcome is written. The watcher ends with the script, however that ends,
+# and by no signal to all processes of the job (scancel --full).
 WAIT = Shell("""\
 }
 # A node whose agent is lost, in a step that lives, gets another one (task.py asks for it).
@@ -192,9 +208,11 @@ start_lost_agents() {
     for request in "$run/attempts/$attempt"/start-agent-*; do
         [ -f "$request" ] && read -r node <"$request" && rm "$request" || continue
         index=${request##*-}
-        @{NODE_INDEX}=$index start_ranks --overlap --nodes=1 --ntasks=1 --nodelist="$node" \\
-            --output="$run/logs/node$((10#$index)).log" \\
-            @{SRUN_LOG}>>"$run/attempts/$attempt/srun-$index.log" &
+        {
+            trap - @{TRAPPED}
+            @{NODE_INDEX}=$index start_ranks --overlap --nodes=1 --ntasks=1 --nodelist="$node" \\
+                --output="$run/logs/node$((10#$index)).log"
+        } @{SRUN_LOG}>>"$run/attempts/$attempt/srun-$index.log" &
     done
 }
 # slurmctld may not know for minutes that the step before has ended: the next one overlaps it. Where
@@ -208,10 +226,11 @@ await_steps() {
 if [ "$restarted" = 0 ]; then
     start_ranks &
 else
-    { await_steps; start_ranks --overlap; } &
+    { [ -n "$stop_signal" ] || await_steps; start_ranks --overlap; } &
 fi
 srun=$!
 (
+    trap '' @{TRAPPED}
     until [ -e "$run/attempts/$attempt/outcome.json" ]; do
         second "$srun"
         start_lost_agents
@@ -225,27 +244,37 @@ srun=$!
     while :; do second "$srun"; done
 ) @{SRUN_LOG}>&- 2>/dev/null &
 watcher=$!
+disown "$watcher"  # its end is no message
 [ -z "$stop_signal" ] || kill -@{first} "$srun" 2>/dev/null
 # A signal ends the wait, not srun; bash keeps the code for the next wait.
 while wait "$srun"; [ $? -gt 128 ] && kill -0 "$srun" 2>/dev/null; do :; done
 wait "$srun"
 code=$?
-kill "$watcher" 2>/dev/null
+kill -KILL "$watcher" 2>/dev/null
 """)
+# The last step must not end by a signal that SLURM sends to all processes of the job. A stop ends
+# its pause before another attempt, which then starts no rank and is finalized as stopped.
 # $0 is SLURM's copy of the script, whose count of restarts is one higher by then.
 FINALIZE = Shell("""\
-trap '' @{TRAPPED}
-@{starter} after "$run" "$attempt" "$code" "$stop_signal" &
+exec @{STOPS}<> <(:)
+forward_stop() {
+    stop_signal=${stop_signal:-$1}
+    echo "$1" >&@{STOPS}
+}
+(
+    trap '' @{TRAPPED}
+    exec @{starter} after "$run" "$attempt" "$code" "$stop_signal"
+) <&@{STOPS} &
 step=$!
-(while :; do second "$step"; done) 2>/dev/null &
+(trap '' @{TRAPPED}; while :; do second "$step"; done) 2>/dev/null &
 watcher=$!
-disown "$watcher"  # its end is no message
+disown "$watcher"
+while wait "$step"; [ $? -gt 128 ] && kill -0 "$step" 2>/dev/null; do :; done
 wait "$step"
 code=$?
 kill -KILL "$watcher" 2>/dev/null
 if [ $code = @{START_AGAIN} ]; then  # the allocation is there: its nodes serve another attempt
-    trap - @{TRAPPED}
-    exec "$BASH" "$0"
+    exec "$BASH" "$0" "$stop_signal" @{STOPS}>&-
 fi
 exit $code
 """)
@@ -409,7 +438,7 @@ def _step(
         yield from PYTHON_CHECK.lines(python=quoted(host.python))
     yield JOB_ID
     if not attended:
-        yield from OWN_JOB.lines(ANSWER_S=ANSWER_S)
+        yield from OWN_JOB.lines(ANSWER_S=ANSWER_S, RECORD_S=RECORD_S)
     yield from ATTEMPT.lines(
         BASE=BASE_ATTEMPT_VARIABLE,
         attempt=attempt,
@@ -453,9 +482,13 @@ def _preamble(config: Config) -> Iterator[str]:
     end = "END_OF_PREAMBLE"
     while end in lines:
         end += "_"
+    # Bash keeps a long text in a file, before 5.1 any: without one, none of it would be executed.
+    yield "local _preamble_begun="
     yield f". /dev/fd/{PREAMBLE} {PREAMBLE}<<'{end}'  # cluster.preamble"
+    yield "_preamble_begun=1"
     yield from lines
     yield end
+    yield f'[ -n "$_preamble_begun" ] || {{ echo "{NO_PREAMBLE}" >&2; exit 1; }}'
 
 
 def _srun(config: Config, host: SubmitHost, run: RunDir, shape: Sequence[str]) -> list[list[str]]:

@@ -89,7 +89,6 @@ from orchestrator.rundir.srun_log import REQUEUED_BY_OTHERS, STOP_CODES, failed_
 
 log = logging.getLogger(__name__)
 
-OURS = frozenset({"RUNNING", "COMPLETING"})
 REQUEUED = frozenset({"COMPLETING", "PENDING"})
 """States of a job after its requeue: it ends first, and waits then."""
 NOT_REQUEUED = "SLURM may not requeue the job (the site has cleared Requeue); resume goes on"
@@ -116,13 +115,20 @@ class Next(Enum):
 
 
 def finalize_in_job(
-    path: Path, attempt: int, code: int | None, stop_signal: str, *, script_gone: str = ""
+    path: Path,
+    attempt: int,
+    code: int | None,
+    stop_signal: str,
+    is_stopped: Callable[[], object] = lambda: False,
+    *,
+    script_gone: str = "",
 ) -> Next:
     """Requeue the job, write the run's end, or request a new srun; return which.
 
     Args:
         code: srun's exit code; None if it is not known, since it died with the script.
         stop_signal: the first signal that the batch script got, or "".
+        is_stopped: returns whether the batch script has got a stop signal since then.
         script_gone: why the batch script ended, if the coordinator acts for it.
     """
     run = RunDir(path)
@@ -142,7 +148,9 @@ def finalize_in_job(
         # follows.
         refined = _refine(run, attempt, departure, job, restarts)
         record_restart(run, attempt, refined, RestartKind.REQUEUE)
-    if job is None or job.restarts != restarts or job.state not in OURS | {"CANCELLED"}:
+    if job is None or job.restarts != restarts:
+        return Next.NOTHING
+    if not job.at_work and job.state not in ("COMPLETING", "CANCELLED"):
         return Next.NOTHING
     if recorded is not None:  # an earlier try was interrupted
         can_run_srun = job.state == "RUNNING" and not script_gone
@@ -166,7 +174,7 @@ def finalize_in_job(
         job,
         departure=departure,
         culprit=lambda: culprit_of(run, attempt, code),
-        restart=partial(_count_new_srun, run)
+        restart=partial(_count_new_srun, run, is_stopped=is_stopped)
         if in_place
         else partial(_requeue, client, job, patience_s=REQUEUE_PATIENCE_S, tell=print_note),
         in_place=in_place,
@@ -260,15 +268,18 @@ def _srun_restarts(run: RunDir, job_id: str) -> int:
     return int(path.read_text("ascii")) if path.exists() else 0
 
 
-def _count_new_srun(run: RunDir, *, pause_s: float = 0.0) -> None:
+def _count_new_srun(
+    run: RunDir, *, pause_s: float = 0.0, is_stopped: Callable[[], object] = lambda: False
+) -> None:
     """Count one more attempt of this job, for the script and `finalize_ended_job`. That is the last
     write of a finalization, so a repetition counts no attempt twice.
 
     Args:
         pause_s: for which it waits first; not once the run is cancelled.
+        is_stopped: returns whether the job was asked to stop, which ends the wait, too.
     """
     waited_s = 0.0
-    while waited_s < pause_s and not run.cancel.exists():
+    while waited_s < pause_s and not run.cancel.exists() and not is_stopped():
         time.sleep(PAUSE_POLL_S)
         waited_s += PAUSE_POLL_S
     job_id = own_job_id(os.environ)

@@ -24,7 +24,7 @@ from orchestrator.clusters.slurm.scheduler import (
     ScheduledJob,
     SchedulerDown,
     SlurmClient,
-    accounted,
+    accounted_ends,
     queued,
 )
 from orchestrator.clusters.slurm.submission import ARRAYS
@@ -300,7 +300,7 @@ class SlurmHandle(Handle):
             if job is not None and is_of_another(self.client, self._run, job):
                 answer.set_result(None)
             else:
-                answer.set_result(job or accounted(self.client, [job_id]).get(job_id))
+                answer.set_result(job or accounted_ends(self.client, [job_id]).get(job_id))
         except Exception as error:  # noqa: BLE001  # raised where the answer is read
             answer.set_exception(error)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 
@@ -38,11 +39,13 @@ def node(folder: str) -> None:
 def after(run: str, attempt: str, code: str, stop_signal: str) -> None:
     """Finalize the attempt after srun; exit with 3 if the run was stopped, 1 if it failed.
 
-    So `afterok` of another job waits for a run that finished.
+    So `afterok` of another job waits for a run that finished. Standard input gets a line for each
+    stop signal that the script gets meanwhile.
 
     Args:
         stop_signal: the first signal that the script got, or "".
     """
+    from orchestrator.agent.processes import wait_readable
     from orchestrator.clusters.slurm.finalize import Next, finalize_in_job, finalize_patiently
     from orchestrator.errors import (
         EXIT_FAILED,
@@ -54,10 +57,10 @@ def after(run: str, attempt: str, code: str, stop_signal: str) -> None:
     from orchestrator.notify import Notifier
     from orchestrator.rundir.folder import RunDir
 
+    is_stopped = partial(wait_readable, [0], 0.0)
+    arguments = Path(run), int(attempt), int(code), stop_signal, is_stopped
     try:
-        follows = finalize_patiently(
-            lambda: finalize_in_job(Path(run), int(attempt), int(code), stop_signal)
-        )
+        follows = finalize_patiently(partial(finalize_in_job, *arguments))
     except (ClusterError, RunFolderError) as error:
         sys.exit(f"error: the run was neither requeued nor ended: {error}; resume goes on")
     notifier = Notifier(RunDir(Path(run)))

@@ -49,6 +49,7 @@ DOWN = (
     "protocol authentication error",
     "problem talking to the database",
     "temporarily unable to",
+    "can not be altered now",
 )
 # The keys behind sbatch's messages, where neither they nor a line before names what to change.
 MEANINGS = {
@@ -276,6 +277,7 @@ HELD_AFTER_LAUNCH = "launch failed requeued held"
 HELD = {
     HELD_AFTER_LAUNCH: "a node could not start it, and `sinfo -R` may know why; ",
     "job requeued in held state": "",
+    "job requeued in special exit state": "",
     "jobhelduser": "",
     "jobheldadmin": "an administrator holds it, and only one can release it; ",
     "reservationdeleted": "",
@@ -359,6 +361,13 @@ class ScheduledJob:
     @property
     def waiting(self) -> bool:
         return self.state in WAITING
+
+    @property
+    def at_work(self) -> bool:
+        """Return whether it runs: RUNNING, for a moment SUSPENDED or RESIZING, or SIGNALING, for as
+        long as one of its nodes takes no signal.
+        """
+        return self.alive and not self.waiting and self.state != "COMPLETING"
 
     @property
     def held(self) -> bool:
@@ -526,6 +535,17 @@ def accounted(client: SlurmClient, ids: Collection[str]) -> dict[str, ScheduledJ
             exit_signal=number,
         )
     return jobs
+
+
+def accounted_ends(client: SlurmClient, ids: Collection[str]) -> dict[str, ScheduledJob]:
+    """Return those of these jobs, which squeue does not know, that have ended by sacct.
+
+    One that runs by its record has been lost by the controller, or its end is not recorded yet.
+
+    Raises:
+        SchedulerDown: there is accounting, but it does not answer.
+    """
+    return {job_id: job for job_id, job in accounted(client, ids).items() if not job.alive}
 
 
 def accounted_scripts(client: SlurmClient, user_id: int, *, since: float) -> list[tuple[str, str]]:

@@ -6,7 +6,8 @@ Without an answer, a run that has no recorded end is unknown.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,10 +18,11 @@ from orchestrator.clusters.slurm.handle import is_of_another
 from orchestrator.clusters.slurm.scheduler import (
     ScheduledJob,
     SlurmClient,
-    accounted,
+    accounted_ends,
     jobs_of_user,
     queued,
 )
+from orchestrator.clusters.slurm.submission import ARRAYS
 from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.errors import ClusterError
 from orchestrator.rundir.folder import RunDir
@@ -53,11 +55,37 @@ def update_statuses(runs: Sequence[RunDir], statuses: dict[Path, RunStatus]) -> 
             else:  # a long list of ids would not fit a command line; a user's own jobs need none
                 own = jobs_of_user(client, os.getuid())
                 jobs = {job_id: job for job_id, job in own.items() if job_id in ids}
+                yield from _second_jobs(members, own, statuses)
         except ClusterError as error:
             yield str(error)
             mark_unknown(members, statuses, NO_ANSWER)
         else:
             yield from _query(client, jobs, members, statuses)
+
+
+def _second_jobs(
+    runs: Sequence[RunDir], jobs: Mapping[str, ScheduledJob], statuses: Mapping[Path, RunStatus]
+) -> Iterator[str]:
+    """Yield a sentence for each run with a live job besides the recorded one: a lost answer of
+    sbatch, or a person, has made two.
+
+    Args:
+        jobs: all of the user, by squeue.
+    """
+    by_folder: defaultdict[str, list[ScheduledJob]] = defaultdict(list)
+    for job in jobs.values():
+        if (job.at_work or job.waiting) and job.command.startswith("/"):
+            by_folder[os.path.dirname(job.command)].append(job)  # noqa: PTH120  # of thousands
+    for run in runs:
+        own = str(statuses[run.path].job_id)
+        for folder, name in ((run.submitit, ""), (run.path.parent / ARRAYS, run.path.name)):
+            for job in by_folder[str(folder.absolute())]:
+                number, _, element = job.id.partition("_")
+                if element == name and number != own.partition("_")[0]:
+                    yield (
+                        f"{run.path}: job {job.id} was queued from its script, too, and trains "
+                        f"only if job {own} is over; `scancel {job.id}` ends it"
+                    )
 
 
 def _query(
@@ -80,7 +108,7 @@ def _query(
     gone = sorted(still - jobs.keys())
     silent = False
     try:
-        jobs |= accounted(client, gone) if gone else {}
+        jobs |= accounted_ends(client, gone) if gone else {}
     except ClusterError as error:
         yield str(error)
         silent = True

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import re
 import time
@@ -47,6 +48,8 @@ NO_NUMBER = "sbatch ended well, but printed no job's number"
 PARSABLE = re.compile(r"^(\d+)(?:;(\S+))?\s*$", re.MULTILINE)
 LOOKS, LOOK_S = 4, 10.0
 """For a job whose answer was lost. A busy controller makes it after sbatch has given up."""
+LATE_S = LOOKS * LOOK_S
+"""After which no job comes of a submission whose command was killed."""
 LOST_ANSWERS = ("timed out", "zero bytes", "did not answer", NO_NUMBER)
 
 
@@ -92,6 +95,14 @@ def queue(
     }
     client = SlurmClient(slurm_conf)
     with _noted(folder, note) as lock:
+        # From now on a job of this folder waits for its record; one that began before trains, and
+        # the note stays, by which it is found.
+        begun = [run for run in _runs_of(folder, elements) if run.attempts_made() > attempt]
+        if begun:
+            raise ClusterError(
+                f"{begun[0].path}: an earlier job, whose answer was lost, has begun attempt "
+                f"{attempt} meanwhile, so no second one is queued; `status` finds it"
+            )
         answer_lost = False  # sbatch was called, and may have queued the job
         unnumbered = ""  # the message of an sbatch that ended well, without a job's number
 
@@ -108,6 +119,8 @@ def queue(
                 message = str(error)
                 unnumbered = message if message.startswith(NO_NUMBER) else ""
                 answer_lost = any(phrase in message.lower() for phrase in LOST_ANSWERS)
+                if answer_lost:
+                    os.utime(lock)  # for `adopt`, if this command is killed while it looks
                 raise
 
         try:
@@ -193,9 +206,15 @@ def adopt(folder: RunDir) -> str:
         if elements != ALONE and not all(map(NUMBER.fullmatch, elements)):
             raise RunFolderError(f"{folder.submitting} is damaged: it names no runs of this folder")
         job = _job_of(client_of(folder, note["slurm_conf"]), note)
+        age_s = time.time() - max(float(note["time"]), os.fstat(lock).st_mtime)
+        if job is None and abs(age_s) < LATE_S:  # beyond it if clocks differ
+            raise ClusterError(
+                f"the command that submitted {folder.path} was ended, and a busy scheduler may "
+                f"still make its job; ask again in {math.ceil(LATE_S - age_s)} s"
+            )
         if job is None:
             folder.submitting.unlink()
-            runs = [RunDir(folder.path / name) for name in elements]
+            runs = _runs_of(folder, elements)
             if any(run.attempts_made() > note["attempt"] for run in runs):
                 return f"{folder.path}: its job has ended, and the accounting does not know it"
             return f"{folder.path}: the command that was to submit it was ended before sbatch did"
@@ -203,6 +222,10 @@ def adopt(folder: RunDir) -> str:
     finally:
         os.close(lock)
     return f"{folder.path}: job {job} was queued by a command that was ended before it noted that"
+
+
+def _runs_of(folder: RunDir, elements: Sequence[str]) -> list[RunDir]:
+    return [RunDir(folder.path / name) for name in elements]
 
 
 @contextlib.contextmanager

@@ -10,13 +10,15 @@ import logging
 import math
 import os
 import signal
+import socket
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.agent.node_spec import NodeSpec
+from orchestrator.agent.links import line_of
+from orchestrator.agent.node_spec import NodeSpec, agent_file
 from orchestrator.agent.processes import parent_of, state_of
 from orchestrator.agent.topology import BATCH_PID_VARIABLE, NODE_VARIABLE, attempt_of
 from orchestrator.errors import ClusterError
@@ -96,15 +98,39 @@ class NodeTask:
         signal.signal(signal.SIGCONT, signal.SIG_DFL)  # submitit's handler would only print
         from orchestrator.agent.agent import Agent
         from orchestrator.agent.node import run_node
-        from orchestrator.agent.processes import exit_with
+        from orchestrator.agent.processes import exit_with, leave
 
         run, attempt = RunDir(Path(self.run)), attempt_of(os.environ)
 
         def agent_of(spec: NodeSpec) -> Agent:
+            if NODE_VARIABLE in os.environ and is_served(spec):
+                log.info("the agent of node %s is at work again, and no second one", spec.name)
+                leave(0)
             watch = _Watch(run, attempt, spec)
             return Agent(spec, on_beat=watch.beat, on_outcome=watch.on_outcome)
 
         exit_with(lambda: run_node(run.path, attempt, agent_of))
+
+
+def is_served(spec: NodeSpec) -> bool:
+    """Return whether the node has an agent that another one, which the batch script has started,
+    must not replace: it was only stopped for some time.
+
+    One that lives closes a connection over which it gets nothing of ours. The kernel accepts for
+    one that is stopped, which then is replaced.
+    """
+    newest = agent_file(RunDir(spec.run), spec.attempt, spec.index)
+    if newest is None:
+        return False
+    try:
+        to = newest.address, newest.port
+        with socket.create_connection(to, timeout=PARENT_S) as link:
+            link.sendall(line_of({}))
+            return link.recv(1) == b""
+    except ConnectionResetError:  # closed before it had read the line
+        return True
+    except OSError:  # it has ended, or is silent
+        return False
 
 
 class _Watch:
@@ -161,7 +187,9 @@ class _Watch:
         A node that is gone refuses that; it is tried again, ever more seldom.
         """
         now = time.monotonic()
-        self._starts = {index: at for index, at in self._starts.items() if index in lost}
+        for index in self._starts.keys() - set(lost):  # the script may not have seen it yet
+            del self._starts[index]
+            self._run.start_agent(self._attempt, index).unlink(missing_ok=True)
         for index in lost:
             due_at, pause_s = self._starts.setdefault(index, (now + PARENT_S, AGAIN_S))
             if now >= due_at:
@@ -203,7 +231,7 @@ class _Watch:
             except ClusterError as error:  # in a container, say, without SLURM's commands
                 log.info("whether the batch script lives is not known: %s", error)
                 job = None
-            if job is not None and job.state != "RUNNING":
+            if job is not None and not job.at_work:
                 return True
             time.sleep(POLL_S if job is None else QUERY_S)
         return False

@@ -153,6 +153,7 @@ def test_only_a_job_in_a_final_state_has_ended(state, alive, waiting):
     [
         ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", 1, 0),
         ("sbatch: error: Batch job submission failed: Socket timed out on send/recv", 1, 0),
+        ("Job can not be altered now, try again later for job 77", 1, 0),
         ("sbatch: error: invalid partition specified: x", 0, 0),
         ("scontrol: fatal: Could not establish a configuration source", 0, 1),
     ],

@@ -32,10 +32,11 @@ from orchestrator.clusters.slurm.safe_values import (
 )
 from orchestrator.config.composer import compose
 from orchestrator.config.schema import Config, gpu_count
-from orchestrator.errors import ConfigError
+from orchestrator.errors import START_AGAIN, ConfigError
 from orchestrator.rundir import files
 from orchestrator.rundir.folder import RunDir
 from tests.helpers import LIMIT_S, alive, until
+from tests.programs import script
 
 pytestmark = pytest.mark.whole_runs
 
@@ -143,6 +144,46 @@ def test_a_stopped_script_srun_or_last_step_is_continued(tmp_path, monkeypatch):
     assert script.done.stdout.count("was stopped; it continues") == 2
 
 
+def test_a_stop_in_the_last_step_starts_no_rank_of_the_next_attempt(tmp_path):
+    """The last step hears of it, since it may pause before that, and survives the signal itself."""
+
+    def stop(run: RunDir) -> None:
+        (tmp_path / "python").write_text(f"""\
+#!/bin/bash
+echo "$*" >>{tmp_path}/python.calls
+[[ $* == *" 003 "* ]] || exit 3
+echo 1 >{run.attempts}/srun-restarts-7
+kill -TERM $PPID $$
+read -rt {LIMIT_S} && exit {START_AGAIN}
+""")
+
+    script = Script(tmp_path, slurm_config(), code=7, before=stop, SLURM_JOB_ID="7")
+    assert script.done.returncode == 3, script.done.stderr
+    assert script.words("srun").count("<--unbuffered>") == 1
+    _, second = script.words("python").splitlines()
+    assert second.endswith(f"after {script.run.path} 004 143 TERM")
+
+
+def test_a_signal_to_all_processes_of_the_job_leaves_the_watcher_of_srun(tmp_path):
+    again = tmp_path / "again"
+
+    def signal_all(run: RunDir) -> None:
+        (tmp_path / "srun").write_text(f"""\
+#!/bin/bash
+case "$*" in *--overlap*) touch {again}; exit;; esac
+trap '' USR2
+until kill -USR2 $PPID $(ps -o pid= --ppid $PPID) && [ -e {tmp_path}/signalled ]; do
+    touch {tmp_path}/signalled
+    sleep 0.2
+done
+echo n2 >"{run.attempts}/003/start-agent-00002"
+for _ in {{1..100}}; do [ -e {again} ] || sleep 0.1; done
+""")
+
+    Script(tmp_path, slurm_config(), before=signal_all)
+    assert again.exists()
+
+
 def test_a_second_step_in_the_allocation_overlaps_the_first_which_may_still_be_listed(tmp_path):
     def count(run: RunDir) -> None:
         (run.attempts / "srun-restarts-7").write_text("1\n")
@@ -193,8 +234,30 @@ OWNERS = {
 }
 
 
+def test_a_job_waits_for_its_record_while_a_submission_is_going_on(tmp_path):
+    """A controller made it after its answer was lost; another one is being made and recorded."""
+    script(tmp_path, "#!/bin/bash\necho 9\n", "squeue", run=True)
+
+    def record(run: RunDir) -> None:
+        run.submitting.write_text("")
+        # `sed` reads the record: from its second call on there is one.
+        sed = f"""#!/bin/bash
+[ -e {tmp_path}/looked ] && mv {run.handle}.new {run.handle} && rm {run.submitting}
+touch {tmp_path}/looked
+exec /usr/bin/sed "$@"
+"""
+        files.write_json(run.handle, {"kind": "slurm", "job_id": "9", "attempt": 3})
+        run.handle.rename(f"{run.handle}.new")
+        script(tmp_path, sed, "sed", run=True)
+
+    ended = Script(tmp_path, slurm_config(), before=record, SLURM_JOB_ID="8").done
+    assert "this job (8) is not the run's: that is job 9" in ended.stderr
+    assert not (tmp_path / "srun.calls").exists()
+
+
 @pytest.mark.parametrize("case", OWNERS)
-def test_a_job_starts_nothing_while_another_one_is_recorded_and_lives(tmp_path, case):
+def test_a_job_starts_nothing_while_another_one_is_recorded_and_lives(tmp_path, monkeypatch, case):
+    monkeypatch.setattr("orchestrator.clusters.slurm.batch_script.RECORD_S", 1)
     recorded, lives, submission, starts = OWNERS[case]
 
     def befall(run: RunDir) -> None:
@@ -304,6 +367,16 @@ def test_after_any_preamble_the_run_is_finalized_with_its_code(tmp_path, preambl
     assert bool(script.words("srun")) == starts
     if starts:
         assert f"CODE={tmp_path}/code" in script.words("srun")
+
+
+def test_no_rank_starts_without_its_preamble(tmp_path, disk):
+    """Bash writes a long one to a temporary file, which a full disk does not take."""
+    disk.fill()
+    config = slurm_config(preamble=["export A=of-the-preamble", f"# {'x' * 200_000}"])
+    script = Script(tmp_path, config, TMPDIR=str(disk.folder))
+    assert f"<after><{script.run.path}><003><1>" in script.words("python")
+    assert not script.words("srun")
+    assert f"is {disk.folder} full on n0?" in script.done.stderr
 
 
 SITE = "set -euo pipefail; set -fC"  # as in a BASH_ENV

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import signal
 import socket
 import threading
 import time
@@ -40,7 +41,7 @@ from orchestrator.clusters.slurm.finalize import (
 from orchestrator.clusters.slurm.node_entry import after
 from orchestrator.clusters.slurm.scheduler import Answer, ScheduledJob, SchedulerDown, SlurmClient
 from orchestrator.clusters.slurm.status import with_job
-from orchestrator.clusters.slurm.task import _Watch, set_nodes
+from orchestrator.clusters.slurm.task import _Watch, is_served, set_nodes
 from orchestrator.config.schema import Config, RunConfig
 from orchestrator.errors import START_AGAIN, ClusterError, RunFolderError
 from orchestrator.rundir.files import DISK_POLL_S, read_json, write_json
@@ -49,6 +50,7 @@ from orchestrator.rundir.restarts import FRUITLESS
 from orchestrator.rundir.status import from_folder
 from tests.agent.specs import node_spec
 from tests.clusters.slurm.queue_lines import queue_line
+from tests.helpers import SMALL, TINY, await_exit, begin, node_process, records, until
 from tests.run_folders import make_run, record, write_failure
 
 pytestmark = pytest.mark.whole_runs
@@ -196,6 +198,43 @@ def test_a_lost_agent_is_asked_for_after_its_parents_time_and_ever_more_seldom(r
     assert asked_at == [16, 76, 196]
 
 
+def test_a_request_for_an_agent_that_is_back_is_withdrawn(run, monkeypatch):
+    attempts(run, 1)
+    watch, request = _Watch(run, 0, node_spec(run.path)), run.start_agent(0, 2)
+    for second in range(10):  # the script is stopped, as its node was
+        monkeypatch.setattr("time.monotonic", lambda second=second: second)
+        watch.beat([2])
+    assert request.exists()
+    watch.beat([])
+    assert not request.exists()
+
+
+def test_an_agent_that_was_stopped_and_lives_is_not_replaced(tmp_path):
+    """A node is frozen for 8 to 15 s, and its agent is back when the second one is to begin."""
+    run = tmp_path / "run"
+    launcher = begin(
+        TINY,
+        SMALL,
+        "cluster.nodes=2",
+        "cluster.ranks_per_node=1",
+        "job.pause_s=0.05",
+        "train.updates=100000",
+        "run.survive=true",
+        f"run.dir={run}",
+    )
+    until(lambda: records(run), what="training")
+    second = node_spec(run, nodes=2, index=1, incarnation=1)
+    agent = node_process(run, "node1")
+    assert is_served(second)
+    agent.suspend()
+    assert not is_served(second)
+    agent.resume()
+    until(lambda: is_served(second), what="the agent's answer")
+    launcher.send_signal(signal.SIGINT)
+    await_exit(launcher, 3)
+    assert not is_served(second)
+
+
 def test_an_agent_that_is_started_again_knows_all_nodes_of_the_attempt(run, monkeypatch):
     attempts(run, 1)
     for index in range(3):
@@ -332,6 +371,9 @@ def test_a_requeued_job_waits_in_the_queue_and_one_that_is_not_in_its_allocation
     assert waits == []
     _count_new_srun(crashing, pause_s=30.0)
     assert sum(waits) == 30
+    _count_new_srun(crashing, pause_s=30.0, is_stopped=lambda: len(waits) == 35)
+    assert len(waits) == 35, "a stop ends the pause"
+    waits[30:] = []
     crashing.cancel.touch()
     _count_new_srun(crashing, pause_s=30.0)
     assert sum(waits) == 30
@@ -768,6 +810,9 @@ def test_a_job_that_was_requeued_meanwhile_is_left_alone_and_its_reason_noted(ru
         (None, None, []),
         ({"State": "COMPLETING", "Reason": "TimeLimit"}, None, REQUEUED),
         ({"RestartCnt": "2"}, "2", REQUEUED),
+        ({"State": "SIGNALING"}, None, REQUEUED),
+        ({"State": "SUSPENDED"}, None, REQUEUED),
+        ({"State": "REQUEUE_HOLD"}, None, []),
     ],
 )
 def test_a_job_is_handed_back_unless_it_was_taken_back(run, finalized, values, restarts, asked):

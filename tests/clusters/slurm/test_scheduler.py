@@ -215,6 +215,7 @@ def test_a_silent_squeue_holds_up_no_follower(submitted, say, tmp_path):
         ("JobHeldUser", "`scontrol release 7`"),
         ("JobHeldAdmin", "only one can release it; it waits for `scontrol release 7`"),
         ("job_requeued_in_held_state", "`scontrol release 7`"),
+        ("job_requeued_in_special_exit_state", "`scontrol release 7`"),
         ("DependencyNeverSatisfied", "its dependency can no longer be met"),
         ("QOSMaxWallDurationPerJobLimit", "(cluster.time_min) is above its QOS's limit"),
     ],
@@ -234,6 +235,17 @@ def test_a_job_whose_reservation_was_deleted_is_not_ended_by_looking(submitted, 
         (found,), _ = statuses([submitted])
         assert (found.state, "`scontrol release 7`" in found.reason) == ("pending", True)
     assert not submitted.result.exists()
+
+
+def test_a_job_that_the_controller_has_lost_does_not_run_by_its_accounting(submitted, say):
+    """As after `slurmctld -c`; sacct lists it among the runaway jobs for ever."""
+    say("squeue", "")
+    say("sacct", "7|REQUEUED|0:0|n0\n7|RUNNING|0:0|n0")
+    (found,), _ = statuses([submitted])
+    assert (found.state, "left the queue without a result" in found.reason) == ("lost", True)
+    say("sacct", "7|REQUEUED|0:0|n0\n7|NODE_FAIL|0:0|n0")
+    (found,), _ = statuses([submitted])
+    assert (found.state, "a node failed" in found.reason) == ("failed", True)
 
 
 def test_a_job_that_has_got_the_id_of_a_runs_job_is_not_taken_for_it(submitted, say):
@@ -382,6 +394,7 @@ def test_a_submission_that_no_job_is_known_of_is_not_denied_where_its_job_began(
     batch = str(run.submitit / "000.sh")
     note = {"script": batch, "attempt": 0, "before": "", "time": 0.0, "elements": [""]}
     write_json(run.submitting, {**note, "kind": "slurm", "slurm_conf": None})
+    os.utime(run.submitting, (0.0, 0.0))
     if began:
         run.begin_attempt()
     say("squeue", "")
@@ -391,6 +404,54 @@ def test_a_submission_that_no_job_is_known_of_is_not_denied_where_its_job_began(
     assert (status.reason == "it was never submitted") is not began
     assert status.state == "lost"
     assert not run.submitting.exists()
+
+
+def test_a_job_may_still_come_of_a_submission_that_was_killed_a_moment_ago(
+    tmp_path, say, monkeypatch
+):
+    """Its command is killed after a lost answer, while it looks whether the job was made."""
+    run, batch = make_run(tmp_path / "run"), tmp_path / "000.sh"
+    timeout = "#!/bin/sh\necho 'Socket timed out on send/recv operation' >&2\nexit 1\n"
+    say("squeue", queue_line(Command="/another/script.sh"))
+    script(tmp_path / "bin", timeout, "sbatch", run=True)
+    say("sacct", "")
+
+    def kill(pause_s):
+        if pause_s >= 1:  # shorter ones are subprocess's
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("time.sleep", kill)
+        with pytest.raises(KeyboardInterrupt):
+            queue(run, batch, 0, None)
+    with pytest.raises(ClusterError, match=r"a busy scheduler may .* ask again in \d+ s"):
+        adopt(run)
+    assert run.submitting.exists()
+    say("squeue", queue_line(Command=str(batch)))
+    assert "job 7 was queued" in adopt(run)
+    assert run.read_handle()["job_id"] == "7"
+
+
+def test_no_job_is_queued_for_an_attempt_that_a_late_one_has_begun(tmp_path, say):
+    run, calls = make_run(tmp_path / "run"), say("sbatch", "8")
+    run.begin_attempt()
+    with pytest.raises(ClusterError, match="has begun attempt 0 meanwhile"):
+        queue(run, tmp_path / "000.sh", 0, None)
+    assert not calls()
+    say("squeue", queue_line(Command=str(tmp_path / "000.sh")))
+    assert "job 7 was queued" in adopt(run)
+
+
+def test_a_second_job_of_a_run_is_reported_with_its_number(submitted, say):
+    second = queue_line(JobArrayID="9", Command=str(submitted.submitit / "000.sh"))
+    own = queue_line(Command=str(submitted.submitit / "000.sh"))
+    say("squeue", f"{own}\n{second}")
+    [status], sentences = statuses([submitted])
+    assert status.state == "starting"
+    assert [s for s in sentences if "`scancel 9` ends it" in s]
+    ending = second.replace("RUNNING", "COMPLETING")  # that of an earlier attempt
+    say("squeue", f"{own}\n{ending}")
+    assert not statuses([submitted])[1]
 
 
 def test_a_full_disk_says_why_no_job_is_stopped_and_lets_it_be_ended(submitted, say, monkeypatch):

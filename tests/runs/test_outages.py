@@ -1,0 +1,105 @@
+"""A run folder that cannot be read for some time ends neither a run nor a wait for it."""
+
+import contextlib
+import errno
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from orchestrator.api import Sweep, open_run
+from orchestrator.clusters.api import Handle, Request, State
+from orchestrator.config.composer import compose
+from orchestrator.errors import RunFolderError
+from orchestrator.rundir.files import write_json
+from orchestrator.rundir.lock import locked
+from orchestrator.runs.follow import OutputOptions, PreparedRun, _attempt
+from tests.run_folders import Screen, maker, result
+
+pytestmark = pytest.mark.whole_runs
+
+
+@pytest.fixture
+def outage(monkeypatch):
+    """How many of the next reads below each folder fail."""
+    left, really = {}, os.open
+
+    def fail(path, *flags, **more):
+        for folder, count in left.items():
+            if count and Path(os.fsdecode(path)).is_relative_to(folder):
+                left[folder] -= 1
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return really(path, *flags, **more)
+
+    monkeypatch.setattr(os, "open", fail)
+    monkeypatch.setattr("orchestrator.rundir.files.GLANCE_S", 0.0)
+    monkeypatch.setattr("orchestrator.rundir.files.READ_POLL_S", 0.01)
+    return left
+
+
+def test_a_wait_for_a_run_outlasts_an_outage_of_its_file_system(tmp_path, outage, monkeypatch):
+    run = maker(tmp_path)("a")
+    outage[run.path] = 5
+    assert open_run(run.path).wait() == "finished"
+    assert outage[run.path] == 0
+    monkeypatch.setattr("orchestrator.rundir.files.READ_PATIENCE_S", 0.0)
+    outage[run.path] = 5
+    with pytest.raises(RunFolderError, match="cannot be read"):
+        open_run(run.path).wait()
+
+
+def test_a_wait_for_a_sweep_outlasts_an_outage_of_its_file_system(tmp_path, outage):
+    make = maker(tmp_path / "sweep")
+    points = [make(name).path for name in "01"]
+    sweep = Sweep(tmp_path / "sweep")
+    outage[points[1]] = 5
+    assert sweep.wait() == "finished"
+    assert outage[points[1]] == 0
+
+
+def test_a_wait_outlasts_a_mount_that_is_gone_for_some_time(tmp_path, monkeypatch):
+    run, away, pauses = maker(tmp_path)("a", ended=False), tmp_path / "away", []
+    with contextlib.ExitStack() as launcher:
+        launcher.enter_context(locked(run))
+
+        def sleep(pause_s):
+            pauses.append(pause_s)
+            if len(pauses) == 1:
+                run.path.rename(away)
+            elif len(pauses) == 4:
+                away.rename(run.path)
+                write_json(run.result, result())
+                launcher.close()
+
+        monkeypatch.setattr("time.sleep", sleep)
+        assert open_run(run.path).wait() == "finished"
+    assert len(pauses) == 4
+
+
+def test_a_folder_that_cannot_be_shown_ends_no_ranks(tmp_path, outage, monkeypatch):
+    class Ranks(Handle):
+        killed = False
+
+        def poll(self, timeout_s):
+            return State.FINISHED
+
+        def stop(self):
+            raise AssertionError
+
+        def kill(self):
+            self.killed = True
+
+    run, ranks, screen = maker(tmp_path)("a"), Ranks(), Screen(width=1000)
+    cluster = SimpleNamespace(
+        config=compose([]), submit=lambda _: ranks, request=lambda *_: None, attended=True
+    )
+    request = Request(run=run.path, attempt=0, nodes=1, ranks_per_node=1)
+    ready = PreparedRun(
+        run=run, cluster=cluster, request=request, output=OutputOptions(console=screen)
+    )
+    monkeypatch.setattr("orchestrator.rundir.files.READ_PATIENCE_S", 0.0)
+    outage[run.path] = 4  # the first one is that of the messages about the run
+    assert _attempt(ready, 0) == (State.FINISHED, False, None)
+    assert not ranks.killed
+    assert screen.text.count("the run goes on, and is shown again") == 3
