@@ -311,6 +311,8 @@ class TorchEngine(Engine):
             raise RuntimeError(f"a micro-step of update {micro_batch.update} in no window of it")
         # Not of a model in shards, whose forward is collective.
         probes = self._is_sum is None and not self.shard_ranks
+        # A graph that looks like a mean's is refused only where the probe has not compared the loss
+        # itself: some sums look like one.
         self.accumulator.refuse_means = not (probes or self._is_sum)
         with self._translated_errors("a micro-step"):
             if self._coupled is not None:
