@@ -28,7 +28,7 @@ from orchestrator.config.messages import config_errors
 from orchestrator.config.program import is_program
 from orchestrator.config.reading import literal_container, read_config, to_yaml, unknown_keys
 from orchestrator.config.schema import Config
-from orchestrator.errors import ConfigError, RunFolderError
+from orchestrator.errors import ClusterError, ConfigError, RunFolderError
 from orchestrator.interrupt import interrupts
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.program import ProgramPlan
@@ -46,7 +46,7 @@ from orchestrator.rundir.checkpoints import (
 )
 from orchestrator.rundir.files import read_text, write_atomically, write_json
 from orchestrator.rundir.folder import LABELS, RESUMES, RunDir
-from orchestrator.rundir.lock import locked
+from orchestrator.rundir.lock import holder_of, locked
 from orchestrator.rundir.metrics import Tail
 from orchestrator.runs.follow import OutputOptions, PreparedRun, handle_of
 from orchestrator.runs.inputs import INPUTS, accepted, differences, has_done_nothing
@@ -446,7 +446,13 @@ def prepared_resume(
     run = RunDir(path).existing()
     check_own(run)
     Tail(run.metrics, recent=0)  # whether it can be read at all
-    resumed = resumption(run, config_of(run), overrides, config_dir, to=to)
+    try:
+        resumed = resumption(run, config_of(run), overrides, config_dir, to=to)
+    except ConfigError:
+        # First: other keys, for which that refusal asks, would not help a run in progress.
+        with contextlib.suppress(ClusterError):  # the scheduler does not answer
+            _refuse_in_progress(run, holder_of(run) or handle_of(run).in_progress())
+        raise
     result = run.read_result()
     if resumed.is_complete(result):
         early = f" early ({result['ended_early']})" if result and "ended_early" in result else ""
@@ -499,11 +505,7 @@ def _allow(
     cluster = cluster_for(config, output)
     cluster.trust(run, {change.key for change in resumed.changes})
     # First: --changed, for which the next refusal asks, would not help a run in progress.
-    if standing := handle_of(run).in_progress():
-        raise RunFolderError(
-            f"{run.path} is in progress ({standing}); to stop it first: "
-            f"{command('cancel', run.path)}"
-        )
+    _refuse_in_progress(run, handle_of(run).in_progress())
     inputs = changed_inputs(run, resumed)
     if inputs and not changed:
         refuse_changed({str(run.path): inputs})
@@ -536,6 +538,14 @@ def _allow(
         request=request,
         admission=admission,
     )
+
+
+def _refuse_in_progress(run: RunDir, who: str) -> None:
+    """Raise `RunFolderError` if a launcher or a job, `who`, runs it."""
+    if who:
+        raise RunFolderError(
+            f"{run.path} is in progress ({who}); to stop it first: {command('cancel', run.path)}"
+        )
 
 
 @contextlib.contextmanager
