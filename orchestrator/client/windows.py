@@ -8,7 +8,6 @@ code does after `boundary()`, such as a scheduler's step. See `client/loop.py`.
 from __future__ import annotations
 
 import atexit
-import os
 import sys
 import time
 import zlib
@@ -66,7 +65,7 @@ from orchestrator.plan.plan import Plan
 from orchestrator.plan.recorded_speeds import SpeedChanges
 from orchestrator.plan.window import Window
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.warnings import warn, warn_into
+from orchestrator.rundir.warnings import warn
 from orchestrator.units import plural
 
 READ_AHEAD = 16
@@ -615,8 +614,6 @@ def windows_of(
         named = [Trait(f"{name} of run.windows()", repr(v)) for name, v in traits.items()]
         check_same_traits(group, named)
     if run:
-        node = int(os.environ.get("GROUP_RANK", "0"))
-        warn_into(RunDir(run.folder).warnings(run.attempt, node), group.rank)
         waiting.call_at_changes(lambda: run.declare(waiting.declared_activity()))
     if settings.reduction == "reproducible":
         be_deterministic()
