@@ -23,7 +23,7 @@ from torch.nn import Module, ModuleList
 from torch.utils.data import default_collate
 
 from orchestrator.client.balance import MeasuredSpeeds, RecordedSpeeds, Speeds, known_speed
-from orchestrator.client.checkpoints import Checkpoints
+from orchestrator.client.checkpoint_manager import CheckpointManager
 from orchestrator.client.loop import (
     Callback,
     CompletedUpdate,
@@ -152,7 +152,7 @@ class Windows:
         plan: Plan,
         accumulators: Sequence[Accumulator],
         options: WindowOptions,
-        checkpoints: Checkpoints | None,
+        checkpoints: CheckpointManager | None,
         recorded_speeds: SpeedChanges,
     ) -> None:
         self.plan, self._all, self._checkpoints = plan, accumulators, checkpoints
@@ -628,7 +628,7 @@ def windows_of(
         def note(updates: int) -> None:
             run.record({"saved": updates - 1, "update": updates - 1, "time": time.time()})
 
-        checkpoints = Checkpoints(
+        checkpoints = CheckpointManager(
             folder,
             state,
             run=RunDir(run.folder).identity if run and own is None else None,

@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from orchestrator.agent.topology import interface_variables
-from orchestrator.client.checkpoints import Checkpoints
+from orchestrator.client.checkpoint_manager import CheckpointManager
 from orchestrator.client.loop import Callback, configured_callbacks, describe_misuse
 from orchestrator.client.run import current_run
 from orchestrator.config.job_source import check_target
@@ -186,7 +186,7 @@ def _build_training(
     engine = framework.build_engine(job, engine_settings(config, job), group)
     planned = _planned(config, job, engine, worker.topology.nodes, run)
     assert planned.updates is not None  # noqa: S101  # the data set is known here
-    checkpoints = Checkpoints(
+    checkpoints = CheckpointManager(
         run.checkpoints,
         engine,
         run=run.identity,

@@ -86,8 +86,11 @@ class Part:
         return [float(done), self._error, self._number, *(float(int(w, 16)) for w in words)]
 
 
-class Checkpoints(Callback):
-    """Checkpoints of one training, whose callback rank 0 alone has.
+class CheckpointManager(Callback):
+    """Restores and saves the state of one training on all its ranks.
+
+    `TrainingLoop` says when: on every rank by the methods of `Saving`, and on rank 0, whose
+    callback it is, by `on_checkpoint`. `rundir/checkpoints.py` says what is on the disk.
 
     A checkpoint that cannot be written (a full disk) causes a warning: the last good one stays, and
     the next is tried when it is due.
