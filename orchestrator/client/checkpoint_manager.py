@@ -157,6 +157,8 @@ class CheckpointManager(Callback):
 
     def _restore(self, rank: int) -> tuple[int, int] | None:
         self.rank, newest = rank, None
+        # Rank 0 alone lists the folder, which others may see otherwise (NFS): it proposes one
+        # checkpoint after the other by its updates, and each rank reads its share of the files.
         if rank == 0:
             checkpoint.make_again(self._folder)
             checkpoint.remove_partial(self._folder)
@@ -165,7 +167,7 @@ class CheckpointManager(Callback):
             )
             for sentence in passed_over:
                 warn(sentence)
-            self._state.gather([-1])
+            self._state.gather([-1])  # the search is over, for the other ranks' loop
         else:
             while (updates := int((rows := self._state.gather([0]))[0][0])) >= 0:
                 folder = checkpoint.folder_of(self._folder, updates)
@@ -244,6 +246,7 @@ class CheckpointManager(Callback):
                     folder = checkpoint.begin(self._folder, updates, self._run)
             except OSError as error:
                 failed = error
+        # By its pid all know the folder, or that rank 0 could not make it.
         [writer] = self._state.gather([os.getpid() if folder is not None else -1])[:1]
         if failed is not None:
             self._written = updates, 0.0, failed

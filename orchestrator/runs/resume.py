@@ -528,6 +528,8 @@ def _allow(
             kept_speeds(config, run)  # whether its copy of them can be read
     number = run.attempts_made()
     if not cluster.attended:
+        # A folder listed on NFS may lack the attempt that another node has just begun; a file that
+        # is opened does not.
         number = max(number, read_newest_attempt(run.newest_attempt) + 1)
     request, admission = request_admission(cluster, run, number, output)
     return _AllowedAttempt(
