@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from benchmarks.measure import interleaved, keep, machine, rows_of
 from orchestrator import Job, Loss
-from orchestrator.client.checkpoints import Checkpoints
+from orchestrator.client.checkpoint_manager import CheckpointManager
 from orchestrator.engine.api import EngineSettings, MicroBatch, Window
 from orchestrator.engine.torch import TorchEngine, TorchGroup
 from orchestrator.engine.torch.state import Snapshot
@@ -98,7 +98,7 @@ class Training:
         timed, still = Timed(self._engine), 0.0
         folder = Path(tempfile.mkdtemp(prefix="checkpoints-"))
         part: Any = timed  # the part of an engine that is used
-        saving = Checkpoints(folder, part, run=None, keep=1, background=way == BACKGROUND)
+        saving = CheckpointManager(folder, part, run=None, keep=1, background=way == BACKGROUND)
         for number in range(WINDOWS):
             one = _window(self._update)
             self._engine.begin_window(one)

@@ -60,7 +60,6 @@ NO_DEVICE = frozenset({"", "-1", "nodevfiles", "none", "void"})
 
 
 GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-DEVICE_VARIABLES = (*GPU_VARIABLES, "ASCEND_RT_VISIBLE_DEVICES")
 
 
 def gpu_variable(env: Mapping[str, str]) -> str:
@@ -79,15 +78,18 @@ def visible_gpus(env: Mapping[str, str]) -> list[str]:
     return [str(number) for number in range(count)]
 
 
-def device_count(env: Mapping[str, str]) -> int:
-    """Return how many GPUs or NPUs this process may use.
+def device_count(env: Mapping[str, str]) -> int | None:
+    """Return how many GPUs or NPUs this process may use; None where that cannot be known.
 
     >>> device_count({"CUDA_VISIBLE_DEVICES": "0,2"}), device_count({"CUDA_VISIBLE_DEVICES": ""})
     (2, 0)
     """
     if (npus := env.get("ASCEND_RT_VISIBLE_DEVICES")) is not None:
         return sum(bool(name.strip()) for name in npus.split(","))
-    return len(visible_gpus(env)) or (0 if gpu_variable(env) in env else npu_count())
+    if gpu_variable(env) in env:
+        return len(visible_gpus(env))
+    # An empty list says nothing: on WSL2, on a Jetson and in some containers no driver has one.
+    return len(visible_gpus(env)) or npu_count() or None
 
 
 def npu_count() -> int:

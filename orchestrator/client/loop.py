@@ -263,7 +263,7 @@ class TrainingProgress:
 
 
 class Saving(Protocol):
-    """The part of `Checkpoints` that the loop needs, on all ranks; see there. All is collective."""
+    """The part of `CheckpointManager` that the loop needs on all ranks. All is collective."""
 
     def check_replicas(self) -> None: ...
     def collect(self, updates: int, samples: int) -> None: ...

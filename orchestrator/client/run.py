@@ -23,7 +23,7 @@ from orchestrator.client.record import figures, whole_number
 from orchestrator.client.stop import Stop
 from orchestrator.errors import JobError
 from orchestrator.rundir.files import LineFile
-from orchestrator.rundir.program_link import ATTEMPT, DECLARED, RANK, RUN, SIGNAL, WARNINGS, WORLD
+from orchestrator.rundir.program_link import ATTEMPT, DECLARED, RANK, RUN, SIGNAL, WORLD
 
 METRICS = "metrics.jsonl"
 
@@ -48,7 +48,6 @@ class CurrentRun:
         self._epoch: int | None = None
         self._job = ""
         folder = self.folder / "attempts" / f"{self.attempt:03d}"
-        self._warnings = Path(env[WARNINGS]) if env.get(WARNINGS) else None
         signals = {signal.SIGTERM, signal.Signals[f"SIG{env.get(SIGNAL, 'TERM')}"]}
         self._stop = Stop(folder, self.rank, self._size, tuple(signals))
         self._lines: LineFile | None = None
@@ -225,12 +224,9 @@ class CurrentRun:
 
     def _warn(self, sentence: str, about: Literal["rank", "run"] = "run") -> None:
         """Warn, as the ranks of a job do: on the console and in the run folder."""
-        from orchestrator.rundir import warnings  # most programs never need it
+        from orchestrator.rundir.warnings import warn  # most programs never need it
 
-        if self._warnings is not None:  # until the first warning
-            warnings.warn_into(self._warnings, self.rank)
-            self._warnings = None
-        warnings.warn(sentence, about=about)
+        warn(sentence, about=about)
 
     def _begin(self, call: str) -> bool:
         """Return whether there is a run. Raises `JobError` where the call is not allowed."""

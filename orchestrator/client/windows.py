@@ -8,7 +8,6 @@ code does after `boundary()`, such as a scheduler's step. See `client/loop.py`.
 from __future__ import annotations
 
 import atexit
-import os
 import sys
 import time
 import zlib
@@ -24,7 +23,7 @@ from torch.nn import Module, ModuleList
 from torch.utils.data import default_collate
 
 from orchestrator.client.balance import MeasuredSpeeds, RecordedSpeeds, Speeds, known_speed
-from orchestrator.client.checkpoints import Checkpoints
+from orchestrator.client.checkpoint_manager import CheckpointManager
 from orchestrator.client.loop import (
     Callback,
     CompletedUpdate,
@@ -66,7 +65,7 @@ from orchestrator.plan.plan import Plan
 from orchestrator.plan.recorded_speeds import SpeedChanges
 from orchestrator.plan.window import Window
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.warnings import warn, warn_into
+from orchestrator.rundir.warnings import warn
 from orchestrator.units import plural
 
 READ_AHEAD = 16
@@ -153,7 +152,7 @@ class Windows:
         plan: Plan,
         accumulators: Sequence[Accumulator],
         options: WindowOptions,
-        checkpoints: Checkpoints | None,
+        checkpoints: CheckpointManager | None,
         recorded_speeds: SpeedChanges,
     ) -> None:
         self.plan, self._all, self._checkpoints = plan, accumulators, checkpoints
@@ -615,8 +614,6 @@ def windows_of(
         named = [Trait(f"{name} of run.windows()", repr(v)) for name, v in traits.items()]
         check_same_traits(group, named)
     if run:
-        node = int(os.environ.get("GROUP_RANK", "0"))
-        warn_into(RunDir(run.folder).warnings(run.attempt, node), group.rank)
         waiting.call_at_changes(lambda: run.declare(waiting.declared_activity()))
     if settings.reduction == "reproducible":
         be_deterministic()
@@ -631,7 +628,7 @@ def windows_of(
         def note(updates: int) -> None:
             run.record({"saved": updates - 1, "update": updates - 1, "time": time.time()})
 
-        checkpoints = Checkpoints(
+        checkpoints = CheckpointManager(
             folder,
             state,
             run=RunDir(run.folder).identity if run and own is None else None,

@@ -30,8 +30,7 @@ def locked(run: RunDir) -> Generator[None]:
                 break
             time.sleep(0.02)
         else:
-            holder = _read_holder(descriptor)
-            who = f"process {holder[0]} on {holder[1]}" if holder else "another process"
+            who = _describe_holder(descriptor)
             raise RunFolderError(f"{run.path} is in progress ({who}); stop that one first")
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"{os.getpid()} {os.uname().nodename}".encode())
@@ -56,14 +55,24 @@ def _try_lock(descriptor: int, kind: int) -> bool:
 
 def is_locked(run: RunDir) -> bool:
     """Return whether a local launcher holds the run."""
+    return bool(holder_of(run))
+
+
+def holder_of(run: RunDir) -> str:
+    """Describe the launcher that holds the run, as "process 12 on host"; "" without one."""
     try:
         descriptor = open_nofollow(run.lock)
     except FileNotFoundError:
-        return False
+        return ""
     try:
-        return not _try_lock(descriptor, fcntl.LOCK_SH)
+        return "" if _try_lock(descriptor, fcntl.LOCK_SH) else _describe_holder(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _describe_holder(descriptor: int) -> str:
+    holder = _read_holder(descriptor)
+    return f"process {holder[0]} on {holder[1]}" if holder else "another process"
 
 
 def _read_holder(descriptor: int) -> tuple[int, str] | None:

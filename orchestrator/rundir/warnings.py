@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from orchestrator.errors import RunFolderError
 from orchestrator.rundir.files import APPENDING, open_nofollow
+from orchestrator.rundir.program_link import RANK, WARNINGS
 from orchestrator.units import named_numbers
 
 log = logging.getLogger(__name__)
@@ -125,6 +126,19 @@ def warn_into(path: Path, rank: int) -> None:
     _destination = _RankWarnings(path, rank)
 
 
+def _destination_here() -> _RankWarnings | None:
+    """Return where this process's warnings go; None in library mode.
+
+    A worker says it by `warn_into`. A program that a run has started has it from its environment,
+    whichever part of ours it uses.
+    """
+    if _destination is None and (path := os.environ.get(WARNINGS)):
+        # RANK first: a program may itself start ranks, as `torchrun` does.
+        numbers = [os.environ.get(name, "") for name in ("RANK", RANK)]
+        warn_into(Path(path), next((int(n) for n in numbers if n.isdecimal()), 0))
+    return _destination
+
+
 def warn(sentence: str, *, kind: str | None = None, about: About = "run", depth: int = 0) -> None:
     """Warn the users of this run. Never raises in a run, not collective, cheap when repeated.
 
@@ -138,12 +152,13 @@ def warn(sentence: str, *, kind: str | None = None, about: About = "run", depth:
         depth: in library mode, how many calls above the caller the line is that it is about.
     """
     sentence = sentence if len(sentence) <= LONGEST else sentence[: LONGEST - 1] + "…"
-    if _destination is None:
+    destination = _destination_here()
+    if destination is None:
         if about == "rank" and (rank := os.environ.get("RANK")):
             sentence = f"rank {rank}: {sentence}"
         warnings.warn(sentence, UserWarning, stacklevel=2 + depth)
     else:
-        _destination.warn(sentence, kind or sentence, about)
+        destination.warn(sentence, kind or sentence, about)
 
 
 def read_warnings(attempt: Path) -> list[RunWarning]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from orchestrator.clusters.api import cluster_of
+from orchestrator.clusters.api import Admission, Cluster, Request, cluster_of
 from orchestrator.config.changes import OTHER_FOLDER, Change, Kind, changes
 from orchestrator.config.command_line import (
     LENGTHS,
@@ -28,7 +28,7 @@ from orchestrator.config.messages import config_errors
 from orchestrator.config.program import is_program
 from orchestrator.config.reading import literal_container, read_config, to_yaml, unknown_keys
 from orchestrator.config.schema import Config
-from orchestrator.errors import ConfigError, RunFolderError
+from orchestrator.errors import ClusterError, ConfigError, RunFolderError
 from orchestrator.interrupt import interrupts
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.program import ProgramPlan
@@ -46,7 +46,7 @@ from orchestrator.rundir.checkpoints import (
 )
 from orchestrator.rundir.files import read_text, write_atomically, write_json
 from orchestrator.rundir.folder import LABELS, RESUMES, RunDir
-from orchestrator.rundir.lock import locked
+from orchestrator.rundir.lock import holder_of, locked
 from orchestrator.rundir.metrics import Tail
 from orchestrator.runs.follow import OutputOptions, PreparedRun, handle_of
 from orchestrator.runs.inputs import INPUTS, accepted, differences, has_done_nothing
@@ -221,6 +221,11 @@ class Resumption:
     plan: Plan | ProgramPlan
     done: int
     warning: str | None
+
+    @property
+    def takes_other_speeds(self) -> bool:
+        """Return whether the run is to continue with another run's recorded speeds, or none."""
+        return BALANCE in {change.key for change in self.changes}
 
     def is_complete(self, result: Mapping[str, Any] | None) -> bool:
         """Return whether a run that ended with `result` has nothing left to do."""
@@ -426,7 +431,8 @@ def prepared_resume(
     changed: bool = False,
 ) -> Generator[PreparedRun | None]:
     """Prepare a run to resume from its newest valid checkpoint, or from the start when it has
-    none, as `prepared_run` does.
+    none, as `prepared_run` does: check the request, then whether the run allows it now, and record
+    it.
 
     Args:
         overrides: of its configuration: what leaves its numbers as they are, or more updates.
@@ -440,73 +446,137 @@ def prepared_resume(
     run = RunDir(path).existing()
     check_own(run)
     Tail(run.metrics, recent=0)  # whether it can be read at all
-    resumed = resumption(run, config_of(run), overrides, config_dir, to=to)
-    config, result = resumed.config, run.read_result()
+    try:
+        resumed = resumption(run, config_of(run), overrides, config_dir, to=to)
+    except ConfigError:
+        # First: other keys, for which that refusal asks, would not help a run in progress.
+        with contextlib.suppress(ClusterError):  # the scheduler does not answer
+            _refuse_in_progress(run, holder_of(run) or handle_of(run).in_progress())
+        raise
+    result = run.read_result()
     if resumed.is_complete(result):
         early = f" early ({result['ended_early']})" if result and "ended_early" in result else ""
         say(output.console, f"{path} has finished already{early}; there is nothing to resume")
-        if not is_program(config.job):
+        if not is_program(resumed.config.job):
             longer = "train.patience=null" if early else "train.updates=…"
             say(output.console, f"to train on: {command('resume', path)} {longer}", "dim")
         yield None
         return
+    # What a job's configuration names is meant from where the run was submitted. The lock comes
+    # before the checks: what they find must still hold when the attempt is recorded.
     with submission_directory(run), interrupts, wrap_disk_errors(run), locked(run):
-        cluster = cluster_for(config, output)
-        cluster.trust(run, {change.key for change in resumed.changes})
-        # First: --changed, for which the next refusal asks, would not help a run in progress.
-        if standing := handle_of(run).in_progress():
-            raise RunFolderError(
-                f"{run.path} is in progress ({standing}); to stop it first: "
-                f"{command('cancel', run.path)}"
-            )
-        inputs = changed_inputs(run, resumed)
-        if inputs and not changed:
-            refuse_changed({str(run.path): inputs})
-        notes = [f"{sentence} since the run began; going on all the same" for sentence in inputs]
-        if not is_program(config.job):
-            # Verified here only where ranks run here; elsewhere they verify the files themselves.
-            checkpoint, passed_over = newest(
-                run.checkpoints, run.identity, contents=cluster.attended
-            )
-            if checkpoint is None and cluster.attended and config.train.initial_weights is not None:
-                check_initial(run)
-            if checkpoint is None and cluster.attended and config.train.initial_state is not None:
-                initial_state(run)
-            if checkpoint is None and run.attempts_made():
-                notes.append(f"{run.path} has no checkpoint yet: it begins again at update 0")
-            notes += passed_over
-        elif run.attempts_made() and has_done_nothing(run, config):
-            notes.append(f"{run.path} has no update and no checkpoint yet: its program begins anew")
-        other_speeds = BALANCE in {change.key for change in resumed.changes}
-        if resumed.changes:
-            prepare(config, new=False)
-            if not other_speeds:
-                kept_speeds(config, run)
-        attempt = run.attempts_made()
-        if not cluster.attended:
-            attempt = max(attempt, read_newest_attempt(run.newest_attempt) + 1)
-        request, admission = request_admission(cluster, run, attempt, output)
-        output.note(resumed.message, prose=True)
-        for sentence in (*filter(None, [resumed.warning]), *notes):
-            say(output.console, f"warning: {sentence}", "yellow", prose=True)
-        ready = PreparedRun(
-            run=run,
-            cluster=cluster,
-            request=request,
-            output=output,
-            handle=run.read_handle(),
-            backup=Backup.of(run),
-        )
-        try:
-            if other_speeds:
-                keep_speeds(config, run)
-            record(run, resumed, attempt, inputs)
-            if admission.notice:
-                write_json(run.submission, {**run.read_submission(), **admission.notice})
-            for file in (run.cancel, run.pruned, run.result):
-                file.unlink(missing_ok=True)
+        allowed = _allow(run, resumed, output, changed=changed)
+        with _recorded(run, resumed, allowed, output) as ready:
             yield ready
-        except BaseException:
-            with contextlib.suppress(OSError, RunFolderError):  # the error itself matters more
-                ready.withdraw()
-            raise
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _AllowedAttempt:
+    """The attempt that a resumption may begin.
+
+    Attributes:
+        number: of the attempt.
+        inputs: of the run that have changed, as `changed_inputs` names them.
+        notes: what a person should know of the run's state.
+        request, admission: to the cluster, and from it.
+    """
+
+    number: int
+    cluster: Cluster
+    inputs: Sequence[str]
+    notes: Sequence[str]
+    request: Request
+    admission: Admission
+
+
+def _allow(
+    run: RunDir, resumed: Resumption, output: OutputOptions, *, changed: bool
+) -> _AllowedAttempt:
+    """Check that the run may resume now; nothing is written.
+
+    Args:
+        changed: although the code or data has changed.
+
+    Raises:
+        RunFolderError: the run is in progress, or what it would continue from is damaged.
+        ConfigError, ClusterError: its code or data has changed, or the cluster refuses.
+    """
+    config = resumed.config
+    cluster = cluster_for(config, output)
+    cluster.trust(run, {change.key for change in resumed.changes})
+    # First: --changed, for which the next refusal asks, would not help a run in progress.
+    _refuse_in_progress(run, handle_of(run).in_progress())
+    inputs = changed_inputs(run, resumed)
+    if inputs and not changed:
+        refuse_changed({str(run.path): inputs})
+    notes = [f"{sentence} since the run began; going on all the same" for sentence in inputs]
+    if not is_program(config.job):
+        # Verified here only where ranks run here; elsewhere they verify the files themselves.
+        checkpoint, passed_over = newest(run.checkpoints, run.identity, contents=cluster.attended)
+        if checkpoint is None and cluster.attended and config.train.initial_weights is not None:
+            check_initial(run)
+        if checkpoint is None and cluster.attended and config.train.initial_state is not None:
+            initial_state(run)
+        if checkpoint is None and run.attempts_made():
+            notes.append(f"{run.path} has no checkpoint yet: it begins again at update 0")
+        notes += passed_over
+    elif run.attempts_made() and has_done_nothing(run, config):
+        notes.append(f"{run.path} has no update and no checkpoint yet: its program begins anew")
+    if resumed.changes:
+        prepare(config, new=False)
+        if not resumed.takes_other_speeds:
+            kept_speeds(config, run)  # whether its copy of them can be read
+    number = run.attempts_made()
+    if not cluster.attended:
+        # A folder listed on NFS may lack the attempt that another node has just begun; a file that
+        # is opened does not.
+        number = max(number, read_newest_attempt(run.newest_attempt) + 1)
+    request, admission = request_admission(cluster, run, number, output)
+    return _AllowedAttempt(
+        number=number,
+        cluster=cluster,
+        inputs=inputs,
+        notes=notes,
+        request=request,
+        admission=admission,
+    )
+
+
+def _refuse_in_progress(run: RunDir, who: str) -> None:
+    """Raise `RunFolderError` if a launcher or a job, `who`, runs it."""
+    if who:
+        raise RunFolderError(
+            f"{run.path} is in progress ({who}); to stop it first: {command('cancel', run.path)}"
+        )
+
+
+@contextlib.contextmanager
+def _recorded(
+    run: RunDir, resumed: Resumption, allowed: _AllowedAttempt, output: OutputOptions
+) -> Generator[PreparedRun]:
+    """Record the attempt in the run's folder, which is as before if it does not begin."""
+    output.note(resumed.message, prose=True)
+    for sentence in (*filter(None, [resumed.warning]), *allowed.notes):
+        say(output.console, f"warning: {sentence}", "yellow", prose=True)
+    ready = PreparedRun(
+        run=run,
+        cluster=allowed.cluster,
+        request=allowed.request,
+        output=output,
+        handle=run.read_handle(),
+        backup=Backup.of(run),  # before anything is written
+    )
+    try:
+        if resumed.takes_other_speeds:
+            keep_speeds(resumed.config, run)
+        record(run, resumed, allowed.number, allowed.inputs)
+        if notice := allowed.admission.notice:
+            write_json(run.submission, {**run.read_submission(), **notice})
+        # Of the attempt before: they would end the new one, or be taken for its result.
+        for file in (run.cancel, run.pruned, run.result):
+            file.unlink(missing_ok=True)
+        yield ready
+    except BaseException:
+        with contextlib.suppress(OSError, RunFolderError):  # the error itself matters more
+            ready.withdraw()
+        raise

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from orchestrator.client.checkpoints import Checkpoints
+from orchestrator.client.checkpoint_manager import CheckpointManager
 from orchestrator.rundir.best import BestFigure
 from orchestrator.rundir.metrics import Record
 from orchestrator.rundir.warnings import warn
@@ -29,7 +29,7 @@ class BestCheckpoint:
         self,
         objective: str,
         patience: int | None,
-        checkpoints: Checkpoints,
+        checkpoints: CheckpointManager,
         gather: Callable[[Sequence[float]], list[list[float]]],
         evaluations: Iterable[Record] | None,
     ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from orchestrator.config.schema import ClusterConfig, gpu_count
 from orchestrator.machine import NO_DEVICE, device_count
+from orchestrator.units import plural
 
 # ----------------------------------------------------------------------
 # Requested accelerators: with them `transport=auto` must not silently compute on CPUs.
@@ -49,17 +50,26 @@ def device_request(cluster: ClusterConfig, env: Mapping[str, str], *, scheduled:
 
 
 def lacking_devices(cluster: ClusterConfig, env: Mapping[str, str]) -> str:
-    """Return a warning for a program whose node has fewer devices than were requested; else "".
+    """Return a warning for a program whose node has fewer devices than were requested, or whose
+    devices no driver lists; else "".
 
     >>> lacking_devices(ClusterConfig(gpus_per_node=2), {"CUDA_VISIBLE_DEVICES": "0"})[:65]
     'it has 1 of the 2 devices that cluster.gpus_per_node=2 asks for o'
     """
     requested, count = gpu_count(cluster.gpus_per_node), device_count(env)
+    setting = f"cluster.gpus_per_node={cluster.gpus_per_node}"
+    if not requested:
+        return ""
+    if count is None:
+        return (
+            f"{setting} asks for {plural(requested, 'device')}, but no driver lists any on its "
+            "node, so it is not known how many it has: the program may compute on CPUs"
+        )
     if count >= requested:
         return ""
     return (
-        f"it has {count} of the {requested} devices that cluster.gpus_per_node="
-        f"{cluster.gpus_per_node} asks for on its node: the program may compute on CPUs"
+        f"it has {count} of the {requested} devices that {setting} asks for on its node: the "
+        "program may compute on CPUs"
     )
 
 

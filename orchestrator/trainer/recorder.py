@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
-from orchestrator.client.checkpoints import Checkpoints
+from orchestrator.client.checkpoint_manager import CheckpointManager
 from orchestrator.client.loop import Callback, CompletedUpdate, update_line
 from orchestrator.config.reading import NoOptions, options_of
 from orchestrator.config.schema import Config, TrackerConfig
@@ -185,7 +185,7 @@ class Recorder(Callback):
         attempt: int,
         config: Config,
         engine: Engine,
-        checkpoints: Checkpoints,
+        checkpoints: CheckpointManager,
         updates: int,
     ) -> None:
         self._attempt, self._engine, self._checkpoints = attempt, engine, checkpoints

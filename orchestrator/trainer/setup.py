@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from orchestrator.agent.topology import interface_variables
-from orchestrator.client.checkpoints import Checkpoints
+from orchestrator.client.checkpoint_manager import CheckpointManager
 from orchestrator.client.loop import Callback, configured_callbacks, describe_misuse
 from orchestrator.client.run import current_run
 from orchestrator.config.job_source import check_target
@@ -87,8 +87,10 @@ def _set_up(worker: WorkerProcess) -> Training:
     if config.engine.shard_model != "none":  # for the groups that torch forms by itself
         os.environ.update(interface_variables(os.environ, topology.address))
     job, framework = _make_job(worker, config, spec)
+    # A replacement builds its engine alone, while the others train on.
     group = _form_group(replace(spec, rank=0, size=1) if is_replacement else spec, framework)
     if is_replacement:
+        # Not agreed with the others: it starts only where they survive.
         config = with_survival(config, on=True)
     else:
         config = agreed_survival(config, job, group)
@@ -186,7 +188,7 @@ def _build_training(
     engine = framework.build_engine(job, engine_settings(config, job), group)
     planned = _planned(config, job, engine, worker.topology.nodes, run)
     assert planned.updates is not None  # noqa: S101  # the data set is known here
-    checkpoints = Checkpoints(
+    checkpoints = CheckpointManager(
         run.checkpoints,
         engine,
         run=run.identity,
@@ -275,7 +277,7 @@ def _begin_record(training: Training, framework: Framework) -> None:
 def _refuse_other_data(run: RunDir, before: Mapping[str, Any], planned: Plan) -> None:
     """Raise `JobError` if a run continues with data that the plan `before` was not made for."""
     resumes = run.read_resumes()
-    if resumes and resumes[-1].get("changed_inputs"):
+    if resumes and resumes[-1].get("changed_inputs"):  # accepted by `resume --changed`
         return
     setting = shlex.quote(f"train.initial_weights={run.path}")
     instead = f"bring it back, or start another run with {setting}"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.agent.topology import Topology
-from orchestrator.client.checkpoints import Checkpoints
+from orchestrator.client.checkpoint_manager import CheckpointManager
 from orchestrator.client.loop import Callback, CompletedUpdate, TrainingProgress
 from orchestrator.config.schema import end_s, notice_s
 from orchestrator.errors import StopRequested
@@ -150,7 +150,7 @@ class LeaveInTime(Callback):
 
     def __init__(
         self,
-        checkpoints: Checkpoints,
+        checkpoints: CheckpointManager,
         *,
         fence: Fence,
         stop: StopFlag,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from orchestrator.client.checkpoints import Checkpoints
+from orchestrator.client.checkpoint_manager import CheckpointManager
 from orchestrator.client.loop import Callback, TrainingProgress
 from orchestrator.config.schema import Config
 from orchestrator.data import HeldOutData
@@ -55,7 +55,7 @@ class Training:
     config: Config
     job: Job
     engine: Engine
-    checkpoints: Checkpoints
+    checkpoints: CheckpointManager
     group: Group
     planned: Plan
     updates: int

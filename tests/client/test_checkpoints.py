@@ -8,7 +8,7 @@ import warnings
 import pytest
 
 from orchestrator import run_in_threads
-from orchestrator.client.checkpoints import Checkpoints
+from orchestrator.client.checkpoint_manager import CheckpointManager
 from orchestrator.engine.torch.group import gather_numbers
 from orchestrator.rundir import checkpoints as checkpoint
 
@@ -56,7 +56,7 @@ def test_ranks_fall_back_together_from_what_one_cannot_read(tmp_path, stale, nam
     def restore(group):
         stale.file = f"update-000000002/{name}" if group.rank in ranks else None
         state = State(group)
-        position = Checkpoints(tmp_path, state, run=None, keep=2).restore(group.rank)
+        position = CheckpointManager(tmp_path, state, run=None, keep=2).restore(group.rank)
         return position, state.loaded
 
     readers = {"a": {0}, "b": {1}}.get(name, {*range(RANKS)})

@@ -209,7 +209,8 @@ def ranks(attempt, monkeypatch):
     """Two ranks of one run, as their programs see it."""
     monkeypatch.setattr("orchestrator.rundir.warnings._destination", None)
     warnings = str(attempt / "warnings-0.jsonl")
-    variables = {RUN: str(attempt.parents[1]), ATTEMPT: "0", WORLD: "2", WARNINGS: warnings}
+    monkeypatch.setenv(WARNINGS, warnings)
+    variables = {RUN: str(attempt.parents[1]), ATTEMPT: "0", WORLD: "2"}
     return [CurrentRun({**variables, RANK: str(rank)}) for rank in range(2)]
 
 

@@ -60,7 +60,7 @@ def test_a_run_that_is_too_large_for_this_machine(
     ("devices", "asked", "gpus"), [("", 2, None), ("0", 2, None), ("0,1", 2, [["0", "1"]])]
 )
 def test_a_program_that_asks_for_more_devices_than_there_are_is_refused(
-    monkeypatch, devices, asked, gpus
+    monkeypatch, tmp_path, devices, asked, gpus
 ):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
     shape = ["cluster.nodes=1", "cluster.ranks_per_node=1", f"cluster.gpus_per_node={asked}"]
@@ -75,5 +75,6 @@ def test_a_program_that_asks_for_more_devices_than_there_are_is_refused(
     cluster_of(compose(["job=digits", *shape])).check(request)  # its ranks refuse CPUs
     if not devices:  # not stated, nor listed by a driver: the ranks find out
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-        monkeypatch.setattr("orchestrator.clusters.local.cluster.device_count", lambda _: 0)
+        monkeypatch.setattr("orchestrator.machine.NVIDIA", tmp_path)
+        monkeypatch.setattr("orchestrator.machine.AMD", tmp_path)
         cluster.check(request)

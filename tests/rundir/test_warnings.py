@@ -1,12 +1,14 @@
 """Warnings of ranks: bounded, told once, and read back from whatever the folder holds."""
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
 from orchestrator.rundir import warnings as run_warnings
+from orchestrator.rundir.program_link import RANK, WARNINGS
 from orchestrator.rundir.warnings import MOST_KINDS, NewWarnings, read_warnings, warn, warn_into
 from tests.helpers import ROOT
 
@@ -81,6 +83,32 @@ def test_unwritable_folder_delays_a_warning(tmp_path, as_rank):
     (tmp_path / "later").mkdir()
     warn("second")
     assert [warned.sentence for warned in read_warnings(tmp_path / "later")] == ["first", "second"]
+
+
+ACCUMULATES = """
+import torch
+from orchestrator import Accumulator
+model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+Accumulator(model, torch.optim.SGD(model.parameters(), 0.1)).begin_window()
+"""
+
+
+def test_a_loop_of_a_run_that_only_accumulates_warns_in_the_run(tmp_path):
+    path = tmp_path / "warnings-00000.jsonl"
+    variables = {**os.environ, WARNINGS: str(path), RANK: "3"}
+    done = subprocess.run(
+        [sys.executable, "-c", ACCUMULATES],
+        cwd=ROOT,
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    [warned] = read_warnings(tmp_path)
+    assert warned.ranks == (3,)
+    assert "batch norm" in warned.sentence
+    assert done.stdout == f"warning: {warned.sentence}\n"
+    assert "batch norm" not in done.stderr
 
 
 def test_without_a_run_a_warning_is_pythons():

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import os
 import re
 import shlex
 import sys
@@ -23,7 +24,7 @@ from orchestrator.plan.parts import JobFacts
 from orchestrator.plan.plan import Plan
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.lock import is_locked
+from orchestrator.rundir.lock import is_locked, locked
 from orchestrator.runs import start
 from orchestrator.runs.follow import OutputOptions
 from orchestrator.runs.inputs import INPUTS
@@ -347,8 +348,25 @@ def test_a_new_run_is_held_before_its_configuration_can_be_seen(tmp_path, monkey
     assert held == [True]
 
 
-def test_a_run_in_progress_is_refused_as_that_before_its_changed_code(
-    make_run, tmp_path, monkeypatch
+def test_a_local_run_in_progress_is_refused_as_that_before_keys(make_run):
+    run, output = make_run(), OutputOptions(console=Screen(), quiet=True)
+    keys = ["train.seed=1"]
+    with (
+        locked(run),
+        pytest.raises(RunFolderError, match=rf"is in progress \(process {os.getpid()} on"),
+        prepared_resume(run.path, output, keys),
+    ):
+        pass
+    with (
+        pytest.raises(ConfigError, match=r"train\.seed=1"),
+        prepared_resume(run.path, output, keys),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("keys", [[], ["train.seed=1"]])
+def test_a_queued_run_in_progress_is_refused_as_that_before_keys_and_changed_code(
+    make_run, tmp_path, monkeypatch, keys
 ):
     run, code, calls = make_run(), tmp_path / "edited.py", tmp_path / "calls"
     code.write_text("")
@@ -361,11 +379,11 @@ def test_a_run_in_progress_is_refused_as_that_before_its_changed_code(
     output = OutputOptions(console=Screen(), quiet=True)
     for line, error, why in (
         (queue_line(), RunFolderError, r"is in progress \(job 7, running\)"),
-        ("", ConfigError, r"edited\.py has changed .*\n.*--changed"),
+        ("", ConfigError, r"train\.seed=1" if keys else r"edited\.py has changed .*\n.*--changed"),
     ):
         calls.write_text("")
         answer = f"#!/bin/sh\necho asked >>{calls}\necho '{line}'\n"
         script(tmp_path / "bin", answer, "squeue", run=True)
-        with pytest.raises(error, match=why), prepared_resume(run.path, output):
+        with pytest.raises(error, match=why), prepared_resume(run.path, output, keys):
             pass
         assert calls.read_text() == "asked\n"

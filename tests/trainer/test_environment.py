@@ -6,7 +6,7 @@ from orchestrator.agent.topology import Topology
 from orchestrator.config.program import ProgramConfig
 from orchestrator.config.schema import ClusterConfig
 from orchestrator.errors import ClusterError
-from orchestrator.trainer.environment import device_request
+from orchestrator.trainer.environment import device_request, lacking_devices
 from orchestrator.trainer.program import ProgramStart, Rendezvous, environment
 
 
@@ -90,3 +90,24 @@ def test_who_asked_for_devices_is_said(cluster, env, who):
 
 def test_a_laptops_own_variable_asks_for_nothing():
     assert not device_request(ClusterConfig(), {"CUDA_VISIBLE_DEVICES": "0"}, scheduled=False)
+
+
+@pytest.mark.parametrize(
+    ("requested", "env", "sentence"),
+    [
+        (2, {"CUDA_VISIBLE_DEVICES": ""}, "it has 0 of the 2 devices"),
+        (2, {"CUDA_VISIBLE_DEVICES": "0,1"}, ""),
+        (2, {"ASCEND_RT_VISIBLE_DEVICES": "0"}, "it has 1 of the 2 devices"),
+        # No driver lists any, as on WSL2 or a Jetson, which have one.
+        (1, {}, "it is not known how many it has"),
+        (None, {}, ""),
+    ],
+)
+def test_a_program_is_warned_of_devices_that_its_node_lacks_or_may_lack(
+    monkeypatch, tmp_path, requested, env, sentence
+):
+    monkeypatch.setattr("orchestrator.machine.NVIDIA", tmp_path)
+    monkeypatch.setattr("orchestrator.machine.AMD", tmp_path)
+    warning = lacking_devices(ClusterConfig(gpus_per_node=requested), env)
+    assert sentence in warning
+    assert bool(warning) == bool(sentence)

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from orchestrator.client.checkpoints import Checkpoints
+from orchestrator.client.checkpoint_manager import CheckpointManager
 from orchestrator.errors import ConfigError
 
 pytestmark = pytest.mark.whole_runs
@@ -36,7 +36,7 @@ class State:
 
 @pytest.fixture
 def build(tmp_path):
-    return partial(Checkpoints, tmp_path, run=None, keep=2)
+    return partial(CheckpointManager, tmp_path, run=None, keep=2)
 
 
 def save(saving, updates):

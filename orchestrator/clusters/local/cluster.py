@@ -18,7 +18,6 @@ from orchestrator.config.rules import planned_survival
 from orchestrator.config.schema import gpu_count, node_range
 from orchestrator.errors import ClusterError, TransportError
 from orchestrator.machine import (
-    DEVICE_VARIABLES,
     cores,
     device_count,
     free_memory_bytes,
@@ -112,9 +111,8 @@ class LocalCluster(Cluster):
                 more devices.
         """
         count = device_count(os.environ)
-        # Drivers without a list (WSL2, Jetson) show none; then the ranks warn of what they find.
-        is_known = count > 0 or any(name in os.environ for name in DEVICE_VARIABLES)
-        if is_known and count < self._requested_gpus:
+        # Where it is not known, there may be enough: the ranks warn (`lacking_devices`).
+        if count is not None and count < self._requested_gpus:
             raise ClusterError(
                 f"devices were asked for (cluster.gpus_per_node={self.config.cluster.gpus_per_node}"
                 f"), but this machine has {count}; leave it out to run with what is here, on CPUs "

@@ -50,11 +50,9 @@ from orchestrator.engine.torch.group import (
 )
 from orchestrator.engine.torch.model import (
     ForwardState,
-    ModuleNumbers,
     advice,
     be_deterministic,
     build_optimizer,
-    changing_advice,
     check_optimizer,
     doubled,
     frozen_modules,
@@ -67,6 +65,11 @@ from orchestrator.engine.torch.model import (
     moved,
     seed_everything,
     with_norms,
+)
+from orchestrator.engine.torch.model_watch import (
+    AfterUpdateWatch,
+    ForwardWatch,
+    warn_of_changed_buffers,
 )
 from orchestrator.engine.torch.sent_state import buffers_of_writer, send_state, take_buffers
 from orchestrator.engine.torch.state import (
@@ -83,16 +86,10 @@ from orchestrator.engine.torch.transports import peer_lost_during
 from orchestrator.errors import ConfigError, JobError, StateLost
 from orchestrator.job import Job, dataset_of, is_coupled
 from orchestrator.plan.held_out import HeldOutShare
-from orchestrator.rundir.warnings import warn
 from orchestrator.units import first_few, named_ranks
 
 if TYPE_CHECKING:
     from orchestrator.engine.torch.fully_sharded import FullySharded
-
-COUNTING = 3
-"""Windows in each of which the forward has changed a number, so that it counts or anneals. What a
-layer caches changes less often.
-"""
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -195,14 +192,12 @@ class TorchEngine(Engine):
         own = getattr(after_update, "__func__", after_update)
         self._has_after_update = own not in (None, Job.after_update)
         self._is_first = True  # this process has not ended a window yet
-        self._numbers_warned = self._gradients_warned = False
-        self._numbers: ModuleNumbers | None = None
-        self._updates_watched = 0
-        # Names of numbers that the forward has changed in each window so far; None before one.
-        self._windows_watched = 0
-        self._counted: set[str] | None = None
-        self._at_begin: ModuleNumbers | None = None  # of an early window
-        self._probed = self._is_sum = False
+        # Each until it has nothing left to see.
+        self._forward_watch: ForwardWatch | None = ForwardWatch(self.model)
+        self._after_update_watch: AfterUpdateWatch | None = None
+        if self._has_after_update:
+            self._after_update_watch = AfterUpdateWatch(self.model)
+        self._is_sum: bool | None = None  # the job's loss; None before the probe
         self._warnings = norms + machine_warning(self.gather, settings.reduction)
 
     def _accumulate(self, accumulator: Accumulator) -> None:
@@ -254,8 +249,8 @@ class TorchEngine(Engine):
         self._job_state.watch()
         self._keep_for_undo()
         self._window, self._done = window, 0
-        if self._windows_watched < COUNTING:
-            self._at_begin = ModuleNumbers(self.model)
+        if self._forward_watch is not None:
+            self._forward_watch.begin_window()
         self._gathered = None
         self.accumulator.learning_rate.check(f"before update {window.update}")
         if self._coupled is not None:
@@ -315,7 +310,9 @@ class TorchEngine(Engine):
         if window is None or micro_batch.update != window.update:
             raise RuntimeError(f"a micro-step of update {micro_batch.update} in no window of it")
         # Not of a model in shards, whose forward is collective.
-        probes = not self._probed and not self.shard_ranks
+        probes = self._is_sum is None and not self.shard_ranks
+        # A graph that looks like a mean's is refused only where the probe has not compared the loss
+        # itself: some sums look like one.
         self.accumulator.refuse_means = not (probes or self._is_sum)
         with self._translated_errors("a micro-step"):
             if self._coupled is not None:
@@ -338,7 +335,7 @@ class TorchEngine(Engine):
 
     def _probe(self, micro_batch: MicroBatch) -> None:
         """Compare the losses of a few samples, after the first micro-step of this process."""
-        self._probed = True
+        self._is_sum = False  # where the probe fails, too
         with self._job_state.isolated():
             self._is_sum = check_samples(
                 self._job,
@@ -381,12 +378,15 @@ class TorchEngine(Engine):
         self.accumulator.learning_rate.check("inside a window")
         if self._trains and not self.model.training:
             raise left_in_evaluation(self._job, "model.eval()", "model.train()")
-        self._warn_of_counters()
         if self._window is not None:
+            if self._forward_watch is not None and self._window.micro_batches:
+                self._forward_watch.end_window()
+                if self._forward_watch.done:
+                    self._forward_watch = None
             self._seed("boundary", self._window.update)  # what an optimizer draws
         report = self.accumulator.boundary(stop=stop)
         if self._is_first:
-            self._warn_of_changes()
+            self._end_first_window()
         self.accumulator.learning_rate.keep()  # some optimizers change it themselves
         if report.applied:
             if after_update := getattr(self._job, "after_update", None):
@@ -402,76 +402,29 @@ class TorchEngine(Engine):
         seed_everything(derived_seed(purpose, self._settings.seed, *position))
 
     def _update_job(self, after_update: Callable[[Module, int], None], update: int) -> None:
-        """Call the job after an update, and warn once of numbers that it changes in modules."""
-        watches = self._has_after_update and not self._numbers_warned
-        if watches:
-            self._updates_watched += 1
-            # New ones are looked for ever more rarely, since that walks through all modules.
-            if self._updates_watched.bit_count() == 1 or self._numbers is None:
-                self._numbers = ModuleNumbers(self.model)
-            self._numbers.note()
+        """Call the job after an update, and note the modules that it freezes or thaws."""
         modes = frozen_modules(self._modules) if self._has_after_update else set[str]()
-        gradients = self._gradient_versions()
+        watch = self._after_update_watch
+        if watch is not None:
+            watch.begin()
         with torch.no_grad():
             after_update(self.model, update)
         if self._has_after_update:
             self._changed_modes = modes ^ frozen_modules(self._modules)
-        self._warn_of_late_gradients(gradients)
-        if watches and self._numbers is not None and (changed := self._numbers.changed()):
-            self._numbers_warned = True
-            warn(
-                f"after_update() changed {first_few(changed, 3)} of the model, but checkpoints do "
-                "not hold such numbers: after a restart they begin anew. Set them in loss(), from "
-                "current_run.update, or use a buffer"
-            )
+        if watch is not None:
+            watch.end()
+            if watch.done:
+                self._after_update_watch = None
 
-    def _gradient_versions(self) -> dict[str, tuple[Tensor, int]]:
-        """Return the gradients that a job could change in `after_update`, with their versions."""
-        if self._gradients_warned or not self._has_after_update:
-            return {}
-        return {
-            name: (parameter.grad, version_of(parameter.grad))
-            for name, parameter in self.model.named_parameters()
-            if parameter.grad is not None
-        }
+    def _end_first_window(self) -> None:
+        """Warn of buffers that the forward has changed, if another split would change the update.
 
-    def _warn_of_late_gradients(self, before: Mapping[str, tuple[Tensor, int]]) -> None:
-        """Warn once of gradients that `after_update` has changed, unless to zero."""
-        changed = [
-            name
-            for name, (gradient, version) in before.items()
-            if version_of(gradient) != version and bool(gradient.any())
-        ]
-        if changed:
-            self._gradients_warned = True
-            warn(
-                f"after_update() changed the gradient of {first_few(changed, 3)}, without effect: "
-                "it comes after the optimizer's step. train.clip_norm clips the gradient of the "
-                "whole batch before it"
-            )
-
-    def _warn_of_counters(self) -> None:
-        """Warn of numbers in modules that the forward has changed in each of the first windows."""
-        before, self._at_begin = self._at_begin, None
-        if before is None or self._window is None or not self._window.micro_batches:
-            return
-        changed = set(before.changed())
-        self._counted = changed if self._counted is None else self._counted & changed
-        self._windows_watched += 1
-        if self._windows_watched == COUNTING and self._counted:
-            warn(
-                f"the forward changes {first_few(sorted(self._counted), 3)} of the model, but "
-                "checkpoints do not hold such numbers: after a restart they begin anew, and they "
-                "depend on the number of micro-steps and ranks. Take what you count from "
-                "current_run.update"
-            )
-
-    def _warn_of_changes(self) -> None:
-        """Warn of layers whose forward changed their buffers in this process's first window."""
+        Later windows have no copy to compare with, unless they need it to undo.
+        """
+        self._is_first = False
         split = self._group.size > 1 or self._done > 1
-        before, self._is_first = self._forward_before, False
-        if split and before is not None and (layers := before.changed_layers()):
-            warn(changing_advice(layers, "in after_update()"))
+        if split and self._forward_before is not None:
+            warn_of_changed_buffers(self._forward_before, "in after_update()")
         if not self._restores_forward:
             self._forward_before = None  # frees the copies
 

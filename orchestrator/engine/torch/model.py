@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections import UserDict
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -234,42 +234,6 @@ def modes_of(model: Module) -> ModelModes:
     return ModelModes({"requires_grad": parameters, "training": modules})
 
 
-_OF_ANY_MODULE = frozenset(vars(Module()))
-
-
-class ModuleNumbers:
-    """The numbers that modules have as attributes, such as a dropout's `p`."""
-
-    def __init__(self, model: Module) -> None:
-        self._places = [
-            (vars(layer), name, path)
-            for path, layer in model.named_modules()
-            for name, value in vars(layer).items()
-            if isinstance(value, int | float)
-            and name not in _OF_ANY_MODULE
-            # What torch's own layers call private is no business of a job's.
-            and not (name.startswith("_") and type(layer).__module__.startswith("torch."))
-        ]
-        self._before = self._values()
-
-    def _values(self) -> list[Any]:
-        return [attributes.get(name) for attributes, name, _ in self._places]
-
-    def note(self) -> None:
-        """Note what they are now."""
-        self._before = self._values()
-
-    def changed(self) -> list[str]:
-        """Return the names of those that are other numbers now than when they were noted."""
-        return [
-            f"{path}.{name}" if path else name
-            for (_, name, path), before, now in zip(
-                self._places, self._before, self._values(), strict=True
-            )
-            if isinstance(now, int | float) and now != before
-        ]
-
-
 def job_state_of(job: Any, model: Module, optimizer: Optimizer) -> JobState:
     """Return the state that a job of torch keeps on itself, besides its model and optimizer."""
     in_checkpoints = {id(part) for part in (optimizer, *model.modules(), *model.parameters())}
@@ -420,20 +384,6 @@ def with_norms(model: Module, choice: str) -> tuple[Module, list[str]]:
 
 
 # ------------------------------------------------------------------ Warnings
-
-
-def changing_advice(layers: Collection[str], where: str) -> str:
-    """Return a sentence about layers whose forward changes their buffers in training.
-
-    Args:
-        where: the place to change them in.
-    """
-    return (
-        f"a forward in training changes the buffers of {name_layers(layers)}, so what they hold "
-        "depends on how a batch is split over micro-steps and ranks, and so does the update if it "
-        f"uses them, as with spectral norm. Change them {where}, or take one micro-step of the "
-        "whole batch on one rank"
-    )
 
 
 def sparse_embeddings(model: Module) -> list[str]:

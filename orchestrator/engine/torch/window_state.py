@@ -21,7 +21,8 @@ from orchestrator.engine.api import TALKS_IN_WINDOW, AccumulationOptions, Bounda
 from orchestrator.engine.common.job_checks import NORMS_OF_LOOP, norm_advice
 from orchestrator.engine.torch.buffers import Named
 from orchestrator.engine.torch.group import BaseGroup, version_of
-from orchestrator.engine.torch.model import ForwardState, batch_norms_of, changing_advice
+from orchestrator.engine.torch.model import ForwardState, batch_norms_of
+from orchestrator.engine.torch.model_watch import warn_of_changed_buffers
 from orchestrator.errors import JobError, SilenceError, error_text
 from orchestrator.rundir.warnings import warn
 
@@ -283,8 +284,8 @@ class WindowState:
         self._check_stepped()
         before, self._before = self._before, None
         split = self._group.size > 1 or self.micro_steps > 1
-        if split and before is not None and (layers := before.changed_layers()):
-            warn(changing_advice(layers, "after boundary()"), depth=2)
+        if split and before is not None:
+            warn_of_changed_buffers(before, "after boundary()", depth=2)
         now = self._settings_now()
         for setting, before in self._settings.items():
             if now.get(setting) != before:

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import TensorDataset
 
 from orchestrator import Job, Loss
-from orchestrator.client.checkpoints import Checkpoints
+from orchestrator.client.checkpoint_manager import CheckpointManager
 from orchestrator.client.run import CurrentRun
 from orchestrator.engine.torch import Accumulator, form_group
 from orchestrator.errors import ConfigError, JobError, NonFiniteError, ReplicasDiffer, SilenceError
@@ -524,7 +524,7 @@ def test_windows_keep_a_copy_in_step_and_checkpoints_fit_any_number_of_ranks(tmp
 def _saves(group, folder, background):
     """Save after updates 1, 2 and 3; the second time rank 1 cannot write its part."""
     engine = engine_of(_InPartsOfItsOwn(), group, shard_model="all")
-    checkpoints = Checkpoints(folder, engine, run=None, keep=9, background=background)
+    checkpoints = CheckpointManager(folder, engine, run=None, keep=9, background=background)
     assert checkpoints.restore(group.rank) is None
     limits, found = resource.getrlimit(resource.RLIMIT_FSIZE), []
     for update in range(3):
@@ -542,7 +542,7 @@ def _saves(group, folder, background):
     part = checkpoints._part
     checkpoints.drop_parts()
     engine.gather(part.row(wait=True))  # it must not write while the rest is checked
-    saved = Checkpoints(folder, engine, run=None, keep=9)
+    saved = CheckpointManager(folder, engine, run=None, keep=9)
     again, restored = saved.restore(group.rank), engine.weights_sha256()
     if group.rank == 0:  # rank 1 will read that part
         with (folder / "update-000000003" / part_name(1)).open("r+b") as file:

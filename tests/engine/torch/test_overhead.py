@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 from orchestrator import Job, Loss, current_run
-from orchestrator.engine.torch import buffers
+from orchestrator.engine.torch import buffers, model_watch
 from tests.engine.torch.jobs import engine_of, sgd_accumulator
 from tests.engine.windows import make_window
 
@@ -168,6 +168,23 @@ def test_a_micro_step_calls_few_functions(loop, python, built_in):
     added.subtract(of_a_micro_step(count_by_hand))
     assert 6 <= added["call"] <= python, added
     assert 6 <= added["c_call"] <= built_in, added
+
+
+def test_updates_after_the_first_ones_run_no_watch():
+    engine, files, watched = engine_of(Squares()), Counter(), []
+    windows = [make_window(update, [(0, 2)]) for update in range(WINDOWS + 2)]
+    batches = engine.batches(window.micro_batches[0] for window in windows)
+    for window in windows:
+        files.clear()
+        sys.setprofile(lambda frame, *_: files.update([frame.f_code.co_filename]))
+        try:
+            engine.begin_window(window)
+            engine.micro_step(next(batches), window.micro_batches[0])
+            engine.boundary()
+        finally:
+            sys.setprofile(None)
+        watched.append(model_watch.__file__ in files)
+    assert watched == [True] * WINDOWS + [False] * 2
 
 
 @pytest.mark.parametrize("loop", LOOPS)

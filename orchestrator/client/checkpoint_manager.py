@@ -86,8 +86,11 @@ class Part:
         return [float(done), self._error, self._number, *(float(int(w, 16)) for w in words)]
 
 
-class Checkpoints(Callback):
-    """Checkpoints of one training, whose callback rank 0 alone has.
+class CheckpointManager(Callback):
+    """Restores and saves the state of one training on all its ranks.
+
+    `TrainingLoop` says when: on every rank by the methods of `Saving`, and on rank 0, whose
+    callback it is, by `on_checkpoint`. `rundir/checkpoints.py` says what is on the disk.
 
     A checkpoint that cannot be written (a full disk) causes a warning: the last good one stays, and
     the next is tried when it is due.
@@ -154,6 +157,8 @@ class Checkpoints(Callback):
 
     def _restore(self, rank: int) -> tuple[int, int] | None:
         self.rank, newest = rank, None
+        # Rank 0 alone lists the folder, which others may see otherwise (NFS): it proposes one
+        # checkpoint after the other by its updates, and each rank reads its share of the files.
         if rank == 0:
             checkpoint.make_again(self._folder)
             checkpoint.remove_partial(self._folder)
@@ -162,7 +167,7 @@ class Checkpoints(Callback):
             )
             for sentence in passed_over:
                 warn(sentence)
-            self._state.gather([-1])
+            self._state.gather([-1])  # the search is over, for the other ranks' loop
         else:
             while (updates := int((rows := self._state.gather([0]))[0][0])) >= 0:
                 folder = checkpoint.folder_of(self._folder, updates)
@@ -241,6 +246,7 @@ class Checkpoints(Callback):
                     folder = checkpoint.begin(self._folder, updates, self._run)
             except OSError as error:
                 failed = error
+        # By its pid all know the folder, or that rank 0 could not make it.
         [writer] = self._state.gather([os.getpid() if folder is not None else -1])[:1]
         if failed is not None:
             self._written = updates, 0.0, failed
