@@ -27,6 +27,7 @@ from orchestrator.errors import (
     EXIT_INTERRUPTED,
     ClusterError,
     Interrupted,
+    RefusedByRank,
     RunFolderError,
     RunFolderRemoved,
     UsageError,
@@ -298,7 +299,7 @@ def _run_attempts(ready: PreparedRun) -> int:
     Notifier(run).send()
     code = EXIT_INTERRUPTED if interrupted else EXIT_CODES[state]
     if culprit is not None and culprit.usage and not run.metrics.exists():
-        raise UsageError(culprit.cause)
+        raise (UsageError if culprit.rank is None else RefusedByRank)(culprit.cause)
     if not output.quiet or state is State.FAILED:
         print_closing(
             result, read_metrics(run.metrics), run.path, output.console, plan=run.read_plan()
