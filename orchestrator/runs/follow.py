@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 
@@ -38,10 +39,10 @@ from orchestrator.plugins import CLUSTERS
 from orchestrator.report.caller import tell_begun
 from orchestrator.report.progress import Progress
 from orchestrator.report.run_tables import print_closing
-from orchestrator.report.terminal import LogReader, command, outlive_reader, say
+from orchestrator.report.terminal import LogReader, command, legible, outlive_reader, say
 from orchestrator.rundir.backup import Backup
 from orchestrator.rundir.best import BestSoFar
-from orchestrator.rundir.files import read_json, remove, write_json
+from orchestrator.rundir.files import await_readable, read_json, remove, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import Tail, read_metrics, read_progress
 from orchestrator.rundir.outcome import (
@@ -61,6 +62,8 @@ from orchestrator.rundir.restarts import (
 from orchestrator.rundir.status import kind_of
 from orchestrator.rundir.warnings import NewWarnings
 from orchestrator.runs.inputs import INPUTS, differences
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,6 +181,45 @@ def handle_of(run: RunDir) -> Handle:
     return class_of(kind_of(run)).handle(run) if run.handle.exists() else LauncherHandle(run)
 
 
+@dataclass(kw_only=True, slots=True)
+class _Reading:
+    """Reads what is shown of a run, which must not end it: a file that cannot be read now, as over
+    a network that fails for a moment, is read again in the next turn. Says so once.
+    """
+
+    output: OutputOptions
+    has_failed: bool = False
+
+    def __call__(self, action: Callable[[], T], otherwise: T) -> T:
+        """Return what `action` reads; `otherwise` where it cannot."""
+        try:
+            return action()
+        except (OSError, RunFolderError) as error:
+            self._tell(error)
+            return otherwise
+
+    def texts(self, log: LogReader) -> Iterator[str]:
+        """Yield what was added to a log."""
+        try:
+            yield from log.read()
+        except (OSError, RunFolderError) as error:
+            self._tell(error)
+
+    def _tell(self, error: Exception) -> None:
+        if not self.has_failed:
+            self.has_failed = True
+            sentence = f"warning: {error}; what is shown here lacks it until it can be read"
+            self.output.note(sentence, "yellow", prose=True)
+
+
+def _best_before(run: RunDir, objective: str) -> BestSoFar:
+    """Return the best figure of the evaluations so far."""
+    best = BestSoFar(objective)
+    for record in read_metrics(run.metrics).evaluations:
+        best.add(record["update"] + 1, record["evaluation"])
+    return best
+
+
 def watch(
     handle: Handle, run: RunDir, output: OutputOptions, stop: Callable[[], bool], recent: int = 0
 ) -> State:
@@ -187,37 +229,39 @@ def watch(
         stop: called after each poll of a run that has not ended.
         recent: show this many bytes of what earlier attempts or hours wrote, too.
     """
-    plan, tail = run.read_plan(), Tail(run.metrics, recent)
-    if isinstance(run.read_config()["cluster"]["nodes"], dict):
+    reading = _Reading(output=output)
+    plan = reading(run.read_plan, {})
+    config: dict[str, Any] = reading(run.read_config, {})
+    tail = reading(lambda: Tail(run.metrics, recent), Tail(run.metrics))
+    if isinstance(config.get("cluster", {}).get("nodes"), dict):
         plan.pop("ranks", None)  # of the most nodes; a scheduler may give fewer
     attempt, warnings = -1, NewWarnings(run.path)
-    shows_output = output.verbose and is_program(run.read_config()["job"])
+    shows_output = output.verbose and is_program(config.get("job", {}))
     log = LogReader(run.rank_log(0))
-    best, keep_best = None, run.read_config()["train"].get("keep_best")
-    if keep_best is not None:
-        best = BestSoFar(keep_best)
-        for record in read_metrics(run.metrics).evaluations:  # `tail` may begin after them
-            best.add(record["update"] + 1, record["evaluation"])
+    best, keep_best = None, config.get("train", {}).get("keep_best")
+    if keep_best is not None:  # `tail` may begin after some evaluations
+        best = reading(lambda: _best_before(run, keep_best), BestSoFar(keep_best))
     with Progress(plan, output.console, output.quiet, output.verbose, best=best) as progress:
         while True:
             state = handle.poll(POLL_S)
-            current = run.latest_attempt
+            current = reading(lambda: run.latest_attempt, attempt)
             if current != attempt:
                 attempt = current
                 warnings = NewWarnings(run.attempt(attempt), already=plan.get("warnings") or ())
-            latest = read_progress(run.progress(attempt))
-            records = tail.read()
+            latest = reading(partial(read_progress, run.progress(attempt)), None)
+            records = reading(tail.read, [])
             if records and plan.get("dataset_samples") is None:
                 # by now the workers know the data set, and so the length
-                plan.update(run.read_plan())
+                plan.update(reading(run.read_plan, {}))
             micro_steps = (latest.done, latest.steps) if latest else None
-            progress.update(records, micro_steps, warnings.read(now=state.ended))
+            new_warnings = reading(partial(warnings.read, now=state.ended), [])
+            progress.update(records, micro_steps, new_warnings)
             for sentence in () if output.quiet else handle.new_messages():
                 output.note(sentence, "yellow", prose=True)
-            for text in log.read() if shows_output else ():
-                output.console.out(text, end="", highlight=False)
+            for text in reading.texts(log) if shows_output else ():
+                output.console.out(legible(text, output.console), end="", highlight=False)
             if shows_output and state.ended and (rest := log.rest()):
-                output.console.out(rest, highlight=False)
+                output.console.out(legible(rest, output.console), highlight=False)
             if state.ended or stop():
                 return state
 
@@ -281,7 +325,7 @@ def _run_attempts(ready: PreparedRun) -> int:
         Notifier(run).send()
         output.note(describe_culprit(culprit.to_json()), "bold red")
         output.note(decision.message, "yellow")
-        for changed in differences(run, run.read_submission().get(INPUTS) or {}, ready.config):
+        for changed in _Reading(output=output)(lambda: _differences(run, ready.config), []):
             # This attempt starts by itself: no user can accept the change, as with `resume`.
             more = f"warning: {changed} since the run began; attempt {number + 1} has it as it is"
             say(output.console, more, "yellow", prose=True)
@@ -289,7 +333,7 @@ def _run_attempts(ready: PreparedRun) -> int:
         culprit = Culprit(rank=None, node="launcher", cause=CANCELLED_AT_ONCE)
     if run.is_removed():  # nothing to write into, or to show
         raise RunFolderRemoved(run.removed_message)
-    result = run.read_result() or {}
+    result = await_readable(run.read_result) or {}
     if state is State.FAILED or not result:  # rank 0 could not write it
         result = result_from_records(run, state, culprit, remark=decision.message)
         try:
@@ -301,10 +345,14 @@ def _run_attempts(ready: PreparedRun) -> int:
     if culprit is not None and culprit.usage and not run.metrics.exists():
         raise (UsageError if culprit.rank is None else RefusedByRank)(culprit.cause)
     if not output.quiet or state is State.FAILED:
-        print_closing(
-            result, read_metrics(run.metrics), run.path, output.console, plan=run.read_plan()
-        )
+        history, plan = await_readable(lambda: (read_metrics(run.metrics), run.read_plan()))
+        print_closing(result, history, run.path, output.console, plan=plan)
     return code
+
+
+def _differences(run: RunDir, config: Config) -> list[str]:
+    """Return what has changed in the code and data of a run since it began."""
+    return differences(run, run.read_submission().get(INPUTS) or {}, config)
 
 
 def _attempt(ready: PreparedRun, number: int) -> tuple[State, bool, Culprit | None]:
@@ -329,7 +377,8 @@ def _attempt(ready: PreparedRun, number: int) -> tuple[State, bool, Culprit | No
         if interrupts.count and not stopping:
             stopping = True
             handle.stop()
-            sentence = f"the run {describe_stop(ready.run)}; once more ends every process at once"
+            how = _Reading(output=ready.output)(partial(describe_stop, ready.run), "is to stop")
+            sentence = f"the run {how}; once more ends every process at once"
             say(ready.output.console, sentence, "yellow")
         return interrupts.count > 1
 
@@ -342,7 +391,7 @@ def _attempt(ready: PreparedRun, number: int) -> tuple[State, bool, Culprit | No
         handle.kill()
         raise
     # Rank 0 records the end of the training; a program records nothing.
-    recorded = (ready.run.read_result() or {}).get("state")
+    recorded = (await_readable(ready.run.read_result) or {}).get("state")
     if state is State.FINISHED and recorded != state.value and not is_program(ready.config.job):
         return State.FAILED, False, Culprit(rank=None, node="launcher", cause=NO_RESULT)
     return state, False, handle.culprit
