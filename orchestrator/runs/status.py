@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -138,7 +139,7 @@ def columns_of(run_statuses: Sequence[RunStatus], names: Sequence[str]) -> dict[
 
 def sorted_by(run_statuses: Sequence[RunStatus], figure: str) -> list[RunStatus]:
     """Return runs by a figure, the best first: the largest, or with a minus before the figure the
-    smallest. Runs without it come last.
+    smallest. After numbers come NaNs, and last runs without it.
 
     Raises:
         UsageError: no run has it.
@@ -147,11 +148,17 @@ def sorted_by(run_statuses: Sequence[RunStatus], figure: str) -> list[RunStatus]
     [values] = columns_of(run_statuses, [name]).values()
     pairs = list(zip(values, run_statuses, strict=True))
     numbers = [(value, run) for value, run in pairs if isinstance(value, int | float)]
+    nans = [run for value, run in numbers if _is_nan(value)]  # which is not less than anything
+    numbers = [(value, run) for value, run in numbers if not _is_nan(value)]
     texts = [(str(value), run) for value, run in pairs if not isinstance(value, int | float | None)]
     numbers.sort(key=lambda pair: pair[0], reverse=name == figure)
     texts.sort(key=lambda pair: pair[0], reverse=name != figure)
     none = [run for value, run in pairs if value is None]
-    return [*(run for _, run in numbers), *(run for _, run in texts), *none]
+    return [*(run for _, run in numbers), *nans, *(run for _, run in texts), *none]
+
+
+def _is_nan(value: float) -> bool:
+    return isinstance(value, float) and math.isnan(value)
 
 
 def _read_status(run: RunDir) -> RunStatus:

@@ -1,9 +1,13 @@
 """`status --sort`, `--columns` and `--tag`: runs by their figures, settings and names."""
 
 import json
+import math
+from pathlib import Path
 
 import pytest
 
+from orchestrator.rundir.status import RunStatus
+from orchestrator.runs.status import sorted_by
 from tests.helpers import LIGHT, SMALL, call, verb
 
 COMMON = (
@@ -73,3 +77,14 @@ def test_what_no_run_has_is_refused(folder, words, text):
     done = verb("status", *words, cwd=folder)
     assert done.returncode == 2
     assert text in done.stderr
+
+
+@pytest.mark.parametrize("figure", ["loss", "-loss"])
+def test_runs_that_diverged_come_after_those_with_a_number(figure):
+    losses = {"a": 0.5, "b": math.nan, "c": 0.1, "d": math.inf, "e": None, "f": math.nan, "g": 0.3}
+    runs = [
+        RunStatus(folder=Path(name), state="finished", cluster="local", loss=loss)
+        for name, loss in losses.items()
+    ]
+    order = "".join(run.folder.name for run in sorted_by(runs, figure))
+    assert order == ("dagc" if figure == "loss" else "cgad") + "bfe"
