@@ -88,3 +88,17 @@ def test_runs_that_diverged_come_after_those_with_a_number(figure):
     ]
     order = "".join(run.folder.name for run in sorted_by(runs, figure))
     assert order == ("dagc" if figure == "loss" else "cgad") + "bfe"
+
+
+@pytest.mark.parametrize("words", [("--columns", "train.seed"), ("--sort", "train.seed")])
+def test_a_run_with_an_edited_configuration_hides_no_other(folder, words):
+    config = folder / "runs" / "none" / "config.yaml"
+    text = config.read_text()
+    config.write_text(text.replace("seed: 3", "seed: 4"))
+    done = verb("status", *words, "--json", cwd=folder, code=0)
+    alone = verb("status", "runs/none", *words, cwd=folder, code=2)
+    config.write_text(text)
+    rows = {row["folder"].rpartition("/")[2]: row["train.seed"] for row in json.loads(done.stdout)}
+    assert rows == {"short": 0, "long": 0, "none": None}
+    assert done.stderr.count("config.yaml is damaged") == 1
+    assert "config.yaml is damaged" in alone.stderr
