@@ -310,11 +310,11 @@ def status(
         run_statuses = [status for status in run_statuses if tag in status.tags]
     names = [name.strip() for name in (columns or "").split(",") if name.strip()]
     if sort is not None:
-        run_statuses = sorted_by(run_statuses, sort)
+        run_statuses = sorted_by(run_statuses, sort, sentences)
         names += [sort.removeprefix("-")] if columns is None else []
-    shown = columns_of(run_statuses, names) if names and run_statuses else None
+    shown = columns_of(run_statuses, names, sentences) if names and run_statuses else None
     console = Console()
-    for sentence in sentences:
+    for sentence in dict.fromkeys(sentences):
         say(Console(stderr=True), f"warning: {sentence}", "yellow")
     if as_json:
         rows = [status.to_json() for status in run_statuses]

@@ -56,6 +56,10 @@ class RunFolderError(UsageError):
     """A run folder that is missing, damaged, not writable, or another run's."""
 
 
+class RefusedByRank(UsageError):
+    """A job that a rank refused before the first update, so that its run holds nothing."""
+
+
 class RunFolderRemoved(RunFolderError):
     """The removal of a run folder while its run was using it."""
 

@@ -2,8 +2,9 @@
 
 A queued job may start days later, and again after every preemption. It imports from its copy, so
 editing files meanwhile changes nothing. Copied are the source folders that hold this package and
-the job's module, as git sees them: tracked, modified and new files, not the ignored ones, and no
-files that hold secrets by their names. Installed packages are not copied.
+the job's module, as git sees them: tracked, modified and new files, of the ignored ones those that
+the job certainly imports, and no files that hold secrets by their names. Installed packages are not
+copied.
 
 A copy is a folder `code/NNN` of a run, or of a sweep whose runs share it, with one folder for each
 source folder (`0`, `1`) and a record of what it holds (`copy.json`). All nodes import from it.
@@ -140,7 +141,7 @@ def _files(
             continue
         try:
             facts = os.lstat(f"{root}/{name}")  # hundreds of times a submission
-        except FileNotFoundError:  # deleted, but git still has it
+        except (FileNotFoundError, NotADirectoryError):  # deleted, but git still has it
             continue
         if is_secret(name) or (stat.S_ISLNK(facts.st_mode) and _leads_out(root, name)):
             left_out.append(name)
@@ -153,6 +154,26 @@ def _files(
                 f"{name.rstrip('/')}/{entry}" for entry in inner if entry not in ("", "./")
             )
     return sizes, left_out
+
+
+def _imported(
+    target: str | ProgramConfig, sizes_by_root: Mapping[Path, Mapping[str, int]]
+) -> dict[Path, dict[str, int]]:
+    """Return what else a job or program certainly imports from the folders: files that git ignores
+    (a version that is written at the installation, an extension that is built in place), and those
+    that are reached by a link out of the folder. By folder, with their sizes.
+    """
+    imported: dict[Path, dict[str, int]] = {}
+    for path in source_files(target)[0]:
+        holders = [root for root in sizes_by_root if path.is_relative_to(root)]
+        if not holders:
+            continue
+        root = max(holders, key=lambda folder: len(folder.parts))
+        name, sizes = str(path.relative_to(root)), sizes_by_root[root]
+        copied = {name, *map(str, Path(name).parents)} & sizes.keys()  # a folder only as a link
+        if not copied and not is_secret(name):
+            imported.setdefault(root, {})[name] = path.stat().st_size
+    return imported
 
 
 def _is_of_runs(root: Path, folder: str) -> bool:
@@ -239,6 +260,10 @@ def copy_code(target: str | ProgramConfig, run: Path, into: Path) -> list[str]:
                 f"{root / absent[0]} is left out of the copy of the code, as what may hold a "
                 f"secret is, or a link that leads elsewhere; rename it, or set run.snapshot=false"
             )
+    imported = _imported(target, files_by_root)
+    for root, names in imported.items():
+        files_by_root[root] |= names
+        left_out = [name for name in left_out if name not in names]
     sizes = {
         root / name: size for root, names in files_by_root.items() for name, size in names.items()
     }
@@ -261,7 +286,7 @@ def copy_code(target: str | ProgramConfig, run: Path, into: Path) -> list[str]:
             path = part / str(number) / name
             path.parent.mkdir(parents=True, exist_ok=True)
             # Not with its time: a site may remove files that are old by it while a job waits.
-            shutil.copy(root / name, path, follow_symlinks=False)
+            shutil.copy(root / name, path, follow_symlinks=name in imported.get(root, ()))
             if not path.is_symlink():
                 path.chmod(0o500 if path.stat().st_mode & stat.S_IXUSR else 0o400)
     roots = {str(root): str(number) for number, root in enumerate(files_by_root)}

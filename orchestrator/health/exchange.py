@@ -44,14 +44,9 @@ def main() -> None:
     ranks, run = dist.get_world_size(), CurrentRun(os.environ)
     print(f"rank {dist.get_rank()} on {socket.gethostname()}, {device}", flush=True)  # noqa: T201
     for index, mib in enumerate(ALL_REDUCE_MIB):
-        tensor, seconds = torch.ones(mib << 18, device=device), float("inf")
-        for _ in range(REPEATS):
-            tensor.fill_(1.0)
-            dist.barrier()
-            seconds = min(seconds, _timed(lambda tensor=tensor: dist.all_reduce(tensor), device))
+        seconds, is_right = measure_sum(mib << 18, device)
         # The least that one rank has to send, as in `engine.api.Counters`.
         moved = 2 * (ranks - 1) / ranks * (mib << 20)
-        is_right = float(tensor[0]) == float(tensor[-1]) == ranks
         loss = 0.0 if is_right else 1.0
         rate = moved / seconds / 1e9
         run.report(index, loss=loss, mib=mib, seconds=seconds, gigabytes_per_s=rate, ranks=ranks)
@@ -60,6 +55,25 @@ def main() -> None:
         attempt = RunDir(Path(os.environ[RUN])).attempt(int(os.environ[ATTEMPT]))
         write_json(attempt / NODES_FILE, measured)
     dist.destroy_process_group()
+
+
+def measure_sum(size: int, device: Any) -> tuple[float, bool]:
+    """Sum a tensor of `size` elements over all ranks. Collective.
+
+    Returns:
+        The seconds of the fastest of `REPEATS`; and whether all ranks had every element right each
+        time, the same on all ranks.
+    """
+    import torch
+    import torch.distributed as dist
+
+    tensor, seconds, is_right = torch.empty(size, device=device), float("inf"), True
+    for _ in range(REPEATS):
+        tensor.fill_(1.0)
+        dist.barrier()
+        seconds = min(seconds, _timed(lambda: dist.all_reduce(tensor), device))
+        is_right = is_right and bool((tensor == dist.get_world_size()).all())
+    return seconds, all(_gathered(is_right))
 
 
 def _timed(transfer: Callable[[], object], device: Any) -> float:

@@ -15,9 +15,11 @@ import io
 import json
 import os
 import re
+import select
 import shlex
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Collection, Generator, Iterable
 from pathlib import Path
@@ -36,19 +38,22 @@ from orchestrator.errors import (
     shortened,
 )
 from orchestrator.report.caller import tell_error
-from orchestrator.rundir.files import FULL_ERRORS, blocks, start_of_last
+from orchestrator.rundir.files import blocks, start_of_last
 
 # CSI and OSC sequences (ECMA-48), then any other two-character escape.
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[@-Z\\-_]?")
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 LONGEST_LINE = 1 << 16
+WRITE_POLL_S = 0.01
+"""A terminal may be writable and have no room for a line feed, which it writes as two bytes."""
 _PLAIN_SYMBOLS = str.maketrans("●○━─–×…", "*.=--x~")
 
 
 class _Output(io.FileIO):
     """A standard stream that leads nowhere once its terminal has closed.
 
-    Where `outlive_reader` is entered, a reader that ends and a full disk are no errors either.
+    Where `outlive_reader` is entered, no error of it is one: neither a reader that ends nor a full
+    disk, nor a file that cannot be written for another reason.
     """
 
     then: ClassVar[list[Callable[[], object]]] = []
@@ -58,23 +63,32 @@ class _Output(io.FileIO):
         self._is_terminal = self.isatty()
 
     def write(self, data: Any) -> int:
-        try:
-            return super().write(data)  # None where it would block
-        except OSError as error:
-            full = error.errno in FULL_ERRORS
-            closed = self._is_terminal and error.errno == errno.EIO
-            if not closed and not (self.then and (full or error.errno == errno.EPIPE)):
-                raise
-            if error.errno == errno.EPIPE:
-                self.then[-1]()
-            if not full:
-                with Path(os.devnull).open("wb") as nothing:
-                    os.dup2(nothing.fileno(), self.fileno())
-            return len(memoryview(data).cast("B"))
+        content = memoryview(data).cast("B")
+        written = 0
+        while written < len(content):
+            try:
+                count = super().write(content[written:])
+            except OSError as error:
+                closed = self._is_terminal and error.errno == errno.EIO
+                if not closed and not self.then:
+                    raise
+                if error.errno == errno.EPIPE:
+                    self.then[-1]()
+                if closed or error.errno == errno.EPIPE:
+                    with Path(os.devnull).open("wb") as nothing:
+                        os.dup2(nothing.fileno(), self.fileno())
+                return len(content)
+            if count is None:  # another program has left it non-blocking: wait as if it were not
+                select.select([], [self], [])
+                time.sleep(WRITE_POLL_S)
+            written += count or 0
+        return written
 
 
 def _stream(stream: Any) -> TextIO:
-    """Return a standard stream that writes by `_Output`."""
+    """Return a standard stream that writes by `_Output`, and raises for no character that its
+    encoding lacks.
+    """
     if stream is None:  # closed before the start (`>&-`)
         return os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     buffer: Any = getattr(stream, "buffer", None)
@@ -86,7 +100,7 @@ def _stream(stream: Any) -> TextIO:
     return io.TextIOWrapper(
         cast("IO[bytes]", written) if raw is buffer else io.BufferedWriter(written),
         encoding=stream.encoding,
-        errors=stream.errors,
+        errors="replace" if stream.errors in ("strict", "surrogateescape") else stream.errors,
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )

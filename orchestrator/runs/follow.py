@@ -28,6 +28,7 @@ from orchestrator.errors import (
     EXIT_INTERRUPTED,
     ClusterError,
     Interrupted,
+    RefusedByRank,
     RunFolderError,
     RunFolderRemoved,
     UsageError,
@@ -38,7 +39,7 @@ from orchestrator.plugins import CLUSTERS
 from orchestrator.report.caller import tell_begun
 from orchestrator.report.progress import Progress
 from orchestrator.report.run_tables import print_closing
-from orchestrator.report.terminal import LogReader, command, outlive_reader, say
+from orchestrator.report.terminal import LogReader, command, legible, outlive_reader, say
 from orchestrator.rundir.backup import Backup
 from orchestrator.rundir.best import BestSoFar
 from orchestrator.rundir.files import (
@@ -186,6 +187,44 @@ def handle_of(run: RunDir) -> Handle:
     return class_of(kind_of(run)).handle(run) if run.handle.exists() else LauncherHandle(run)
 
 
+@dataclass(kw_only=True, slots=True)
+class _Reading:
+    """Reads what is shown of a run, which must not end it: a file that cannot be read now, as over
+    a network that fails for a moment, is read again for some time; one that is damaged or a link
+    is not shown. Says so once.
+    """
+
+    output: OutputOptions
+    has_failed: bool = False
+
+    def __call__(self, action: Callable[[], T], otherwise: T) -> T:
+        """Return what `action` reads; `otherwise` where nothing can be read.
+
+        Raises:
+            OSError, RunFolderError: the file is there, but could not be read for some time.
+        """
+        try:
+            return await_readable(action, self.note)
+        except (OSError, RunFolderError) as error:
+            if is_unreadable_now(error):
+                raise
+            if not self.has_failed:
+                self.has_failed = True
+                self.note(f"warning: {error}; what is shown here lacks it until it can be read")
+            return otherwise
+
+    def note(self, sentence: str) -> None:
+        self.output.note(sentence, "yellow", prose=True)
+
+
+def _best_before(run: RunDir, objective: str) -> BestSoFar:
+    """Return the best figure of the evaluations so far."""
+    best = BestSoFar(objective)
+    for record in read_metrics(run.metrics).evaluations:
+        best.add(record["update"] + 1, record["evaluation"])
+    return best
+
+
 def watch(
     handle: Handle, run: RunDir, output: OutputOptions, stop: Callable[[], bool], recent: int = 0
 ) -> State:
@@ -198,44 +237,39 @@ def watch(
     Raises:
         OSError, RunFolderError: the folder could not be read for some time.
     """
-
-    def read(action: Callable[[], T]) -> T:
-        return await_readable(action, partial(output.note, style="yellow", prose=True))
-
-    plan, config, tail = read(
-        lambda: (run.read_plan(), run.read_config(), Tail(run.metrics, recent))
-    )
-    if isinstance(config["cluster"]["nodes"], dict):
+    reading = _Reading(output=output)
+    plan = reading(run.read_plan, {})
+    config: dict[str, Any] = reading(run.read_config, {})
+    tail = reading(lambda: Tail(run.metrics, recent), Tail(run.metrics))
+    if isinstance(config.get("cluster", {}).get("nodes"), dict):
         plan.pop("ranks", None)  # of the most nodes; a scheduler may give fewer
     attempt, warnings = -1, NewWarnings(run.path)
-    shows_output = output.verbose and is_program(config["job"])
+    shows_output = output.verbose and is_program(config.get("job", {}))
     log = LogReader(run.rank_log(0))
-    best, keep_best = None, config["train"].get("keep_best")
-    if keep_best is not None:
-        best = BestSoFar(keep_best)
-        evaluations = read(lambda: read_metrics(run.metrics).evaluations)
-        for record in evaluations:  # `tail` may begin after them
-            best.add(record["update"] + 1, record["evaluation"])
+    best, keep_best = None, config.get("train", {}).get("keep_best")
+    if keep_best is not None:  # `tail` may begin after some evaluations
+        best = reading(lambda: _best_before(run, keep_best), BestSoFar(keep_best))
     with Progress(plan, output.console, output.quiet, output.verbose, best=best) as progress:
         while True:
-            state = read(lambda: handle.poll(POLL_S))
-            current = read(lambda: run.latest_attempt)
+            state = await_readable(partial(handle.poll, POLL_S), reading.note)
+            current = reading(lambda: run.latest_attempt, attempt)
             if current != attempt:
                 attempt = current
                 warnings = NewWarnings(run.attempt(attempt), already=plan.get("warnings") or ())
-            latest = read(partial(read_progress, run.progress(attempt)))
-            records = read(tail.read)
+            latest = reading(partial(read_progress, run.progress(attempt)), None)
+            records = reading(tail.read, [])
             if records and plan.get("dataset_samples") is None:
                 # by now the workers know the data set, and so the length
-                plan.update(read(run.read_plan))
+                plan.update(reading(run.read_plan, {}))
             micro_steps = (latest.done, latest.steps) if latest else None
-            progress.update(records, micro_steps, read(partial(warnings.read, now=state.ended)))
-            for sentence in () if output.quiet else read(handle.new_messages):
-                output.note(sentence, "yellow", prose=True)
-            for text in read(lambda: list(log.read())) if shows_output else ():
-                output.console.out(text, end="", highlight=False)
+            new_warnings = reading(partial(warnings.read, now=state.ended), [])
+            progress.update(records, micro_steps, new_warnings)
+            for sentence in () if output.quiet else reading(handle.new_messages, []):
+                reading.note(sentence)
+            for text in reading(lambda: list(log.read()), []) if shows_output else ():
+                output.console.out(legible(text, output.console), end="", highlight=False)
             if shows_output and state.ended and (rest := log.rest()):
-                output.console.out(rest, highlight=False)
+                output.console.out(legible(rest, output.console), highlight=False)
             if state.ended or stop():
                 return state
 
@@ -299,7 +333,7 @@ def _run_attempts(ready: PreparedRun) -> int:
         Notifier(run).send()
         output.note(describe_culprit(culprit.to_json()), "bold red")
         output.note(decision.message, "yellow")
-        for changed in differences(run, run.read_submission().get(INPUTS) or {}, ready.config):
+        for changed in _Reading(output=output)(lambda: _differences(run, ready.config), []):
             # This attempt starts by itself: no user can accept the change, as with `resume`.
             more = f"warning: {changed} since the run began; attempt {number + 1} has it as it is"
             say(output.console, more, "yellow", prose=True)
@@ -307,7 +341,7 @@ def _run_attempts(ready: PreparedRun) -> int:
         culprit = Culprit(rank=None, node="launcher", cause=CANCELLED_AT_ONCE)
     if run.is_removed():  # nothing to write into, or to show
         raise RunFolderRemoved(run.removed_message)
-    result = run.read_result() or {}
+    result = await_readable(run.read_result) or {}
     if state is State.FAILED or not result:  # rank 0 could not write it
         result = result_from_records(run, state, culprit, remark=decision.message)
         try:
@@ -317,12 +351,16 @@ def _run_attempts(ready: PreparedRun) -> int:
     Notifier(run).send()
     code = EXIT_INTERRUPTED if interrupted else EXIT_CODES[state]
     if culprit is not None and culprit.usage and not run.metrics.exists():
-        raise UsageError(culprit.cause)
+        raise (UsageError if culprit.rank is None else RefusedByRank)(culprit.cause)
     if not output.quiet or state is State.FAILED:
-        print_closing(
-            result, read_metrics(run.metrics), run.path, output.console, plan=run.read_plan()
-        )
+        history, plan = await_readable(lambda: (read_metrics(run.metrics), run.read_plan()))
+        print_closing(result, history, run.path, output.console, plan=plan)
     return code
+
+
+def _differences(run: RunDir, config: Config) -> list[str]:
+    """Return what has changed in the code and data of a run since it began."""
+    return differences(run, run.read_submission().get(INPUTS) or {}, config)
 
 
 def _attempt(ready: PreparedRun, number: int) -> tuple[State, bool, Culprit | None]:
@@ -346,7 +384,8 @@ def _attempt(ready: PreparedRun, number: int) -> tuple[State, bool, Culprit | No
         if interrupts.count and not stopping:
             stopping = True
             handle.stop()
-            sentence = f"the run {describe_stop(ready.run)}; once more ends every process at once"
+            how = _Reading(output=ready.output)(partial(describe_stop, ready.run), "is to stop")
+            sentence = f"the run {how}; once more ends every process at once"
             say(ready.output.console, sentence, "yellow")
         if interrupts.count > 1:
             return True

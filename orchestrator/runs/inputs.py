@@ -11,8 +11,10 @@ from __future__ import annotations
 import ast
 import contextlib
 import hashlib
+import math
 import os
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -48,13 +50,16 @@ def inputs_of(config: Config) -> dict[str, Any]:
 
     Returns:
         `code`: SHA-256 of each file, by path; `data`: a digest of each file's or folder's stamps,
-        by what names it; `versions` of Python and of the packages that compute.
+        by what names it; `times`: when each digest was made, in seconds; `versions` of Python and
+        of the packages that compute.
         Of a program that records its updates also `reports`: true.
     """
     files = code_files(target_of(config.job))
+    stamps = {key: _stamped(path) for key, path in _data(config)}
     inputs: dict[str, Any] = {
         "code": {str(path): _sha256(path) for path in files},
-        "data": {key: _stamp(path) for key, path in _data(config)},
+        "data": {key: stamp for key, (stamp, _) in stamps.items()},
+        "times": {key: moment for key, (_, moment) in stamps.items()},
         "versions": dict(_versions()),
     }
     if is_program(config.job) and calls_current_run(program_of(config.job), ("report", "windows")):
@@ -84,8 +89,8 @@ def has_done_nothing(run: RunDir, config: Config) -> bool:
 def differences(run: RunDir, before: Mapping[str, Any], config: Config) -> list[str]:
     """Return the changes in the code and data of a run, as sentences.
 
-    Data that the run may have written does not count: files that did not exist at its start, and
-    files that were last written while it ran.
+    Data that the run may have written does not count: files that did not exist at its start, if the
+    newest was last written while it ran. Of a program neither do those that existed.
 
     Args:
         before: as `inputs_of` recorded it.
@@ -101,11 +106,13 @@ def differences(run: RunDir, before: Mapping[str, Any], config: Config) -> list[
     ended = _newest([run.metrics, run.result, run.checkpoints, *logs])
     for key, stamp in sorted((before.get("data") or {}).items()):
         path = there.get(key)
-        if path is not None and (
-            _stamp(path) == stamp
-            or began <= _newest(islice(_files(path), MOST_FILES)) <= ended  # the run wrote it
-        ):
+        if path is not None and _stamp(path) == stamp:
             continue
+        if path is not None and began <= _newest(islice(_files(path), MOST_FILES)) <= ended:
+            # The run wrote there. Its own folder may be in it, with files that change.
+            may_change = is_program(config.job) or run.path.is_relative_to(path.absolute())
+            if may_change or _stamp(path, (before.get("times") or {}).get(key, began)) == stamp:
+                continue
         sentences.append(
             f"files of {key} have changed" if key.startswith(KEYS) else f"{key} has changed"
         )
@@ -259,16 +266,30 @@ def _existing(texts: Sequence[Any]) -> Iterator[Path]:
 
 
 @cached
-def _stamp(path: Path) -> str:
+def _stamped(path: Path) -> tuple[str, float]:
+    """Return the stamp of a file or folder, and when it was made."""
+    return _stamp(path), time.time()
+
+
+@cached
+def _stamp(path: Path, until: float = math.inf) -> str:
     """Return a digest of the names, sizes and times of a file or a folder's files: contents may be
     large.
+
+    Args:
+        until: leave out files that were written later: all that are new since, if none changed.
     """
-    whole = hashlib.sha256()
-    for file in islice(_files(path), MOST_FILES):
+    whole, count = hashlib.sha256(), 0
+    for file in _files(path):
         try:
             facts = file.stat()
         except FileNotFoundError:  # another process writes there
             continue
+        if facts.st_mtime > until:
+            continue
+        count += 1
+        if count > MOST_FILES:
+            break
         line = f"{file.relative_to(path)} {facts.st_size} {facts.st_mtime_ns}\n"
         whole.update(line.encode("utf-8", "surrogateescape"))  # a name may be any bytes
     return whole.hexdigest()

@@ -22,9 +22,9 @@ from orchestrator.config.schema import Config
 from orchestrator.errors import (
     ClusterError,
     Interrupted,
+    RefusedByRank,
     RunFailed,
     RunFolderError,
-    UsageError,
     expand_user,
 )
 from orchestrator.interrupt import interrupts
@@ -40,7 +40,7 @@ from orchestrator.plan.recorded_speeds import (
 )
 from orchestrator.plugins import CLUSTERS, TRACKERS
 from orchestrator.report.terminal import say
-from orchestrator.rundir.files import FULL_ERRORS, write_json
+from orchestrator.rundir.files import FULL_ERRORS, names_in, write_json
 from orchestrator.rundir.folder import LABELS, RunDir
 from orchestrator.rundir.lock import locked
 from orchestrator.runs.follow import OutputOptions, PreparedRun
@@ -120,8 +120,10 @@ def wrap_disk_errors(run: RunDir) -> Generator[None]:
     """Put a disk's refusals (full, read-only) of the run's files into a message.
 
     Raises:
-        RunFolderError: nothing was trained yet. RunFailed: something was.
+        RunFolderError: nothing was trained yet. RunFailed: something was, or may have been, as an
+            attempt has begun within.
     """
+    attempts = run.attempts_made()
     try:
         yield
     except OSError as error:
@@ -141,6 +143,8 @@ def wrap_disk_errors(run: RunDir) -> Generator[None]:
             raise RunFailed(
                 f"{sentence}; the last good checkpoint is kept, to resume from"
             ) from error
+        if run.attempts_made() > attempts:  # a program need not report what it does
+            raise RunFailed(f"{sentence}; what it has saved is kept, to resume from") from error
         raise RunFolderError(sentence) from error
 
 
@@ -251,12 +255,21 @@ def prepared_run(
                 write_json(run.submission, {**submission, **digest, **admission.notice, **noted})
                 yield PreparedRun(run=run, cluster=cluster, request=request, output=output)
         except BaseException as error:  # rich raises SystemExit when its reader has ended
-            # Nothing was trained, and the message says all; after a start, the logs may say more.
-            with contextlib.suppress(OSError):  # the error itself matters more
-                begun = run.attempts_made() > 0 and not isinstance(error, UsageError)
-                if not (begun or run.metrics.exists() or run.may_be_queued):
+            with contextlib.suppress(OSError, RunFolderError):  # the error itself matters more
+                if not (_has_begun(run, config, error) or run.may_be_queued):
                     run.withdraw()
             raise
+
+
+def _has_begun(run: RunDir, config: Config, error: BaseException) -> bool:
+    """Return whether the folder may hold anything that is worth keeping: results, or logs that say
+    more than the message does.
+
+    What a program does is not known, so its folder is kept once an attempt has begun.
+    """
+    if isinstance(error, RefusedByRank) and not is_program(config.job):
+        return run.metrics.exists() or bool(names_in(run.checkpoints))
+    return run.metrics.exists() or run.attempts_made() > 0
 
 
 def with_notes(plan: Plan | ProgramPlan, config: Config) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -96,16 +97,20 @@ STATUS_FIELDS = (
 """Of `RunStatus`, that may be columns of `status`."""
 
 
-def columns_of(run_statuses: Sequence[RunStatus], names: Sequence[str]) -> dict[str, list[Any]]:
+def columns_of(
+    run_statuses: Sequence[RunStatus], names: Sequence[str], sentences: list[str] | None = None
+) -> dict[str, list[Any]]:
     """Return a value of each run, for each of these names; None where it has none.
 
     Args:
         names: fields of `RunStatus` (`STATUS_FIELDS`), `held_out.NAME` (the latest), `best`
             (of `train.keep_best`), `seconds` (of training), or keys of the configuration.
+        sentences: gets one about each run whose configuration cannot be read; it has no values.
 
     Raises:
         UsageError: no run has a value of that name.
     """
+    damage: list[str] = []
     columns: dict[str, list[Any]] = {name: [] for name in names}
     known = {*STATUS_FIELDS, "best", "seconds"}
     for status in run_statuses:
@@ -126,32 +131,50 @@ def columns_of(run_statuses: Sequence[RunStatus], names: Sequence[str]) -> dict[
                 value = value["value"] if isinstance(value, dict) else value
             else:
                 if settings is None:
-                    settings = flat(RunDir(status.folder).read_config())
+                    try:
+                        settings = flat(RunDir(status.folder).read_config())
+                    except RunFolderError as error:  # an edited one, which hides no other run
+                        settings = {}
+                        damage.append(str(error))
                     known |= settings.keys()
                 value = settings.get(name)
             column.append(value)
     for name, column in columns.items():
         if name not in known and all(value is None for value in column):
-            raise UsageError(f"no run has a value of '{name}'{did_you_mean(name, known)}")
+            refusal = f"no run has a value of '{name}'{did_you_mean(name, known)}"
+            raise UsageError("\n".join([refusal, *damage]))
+    if sentences is not None:
+        sentences += damage
     return columns
 
 
-def sorted_by(run_statuses: Sequence[RunStatus], figure: str) -> list[RunStatus]:
+def sorted_by(
+    run_statuses: Sequence[RunStatus], figure: str, sentences: list[str] | None = None
+) -> list[RunStatus]:
     """Return runs by a figure, the best first: the largest, or with a minus before the figure the
-    smallest. Runs without it come last.
+    smallest. After numbers come NaNs, and last runs without it.
+
+    Args:
+        sentences: as of `columns_of`.
 
     Raises:
         UsageError: no run has it.
     """
     name = figure.removeprefix("-")
-    [values] = columns_of(run_statuses, [name]).values()
+    [values] = columns_of(run_statuses, [name], sentences).values()
     pairs = list(zip(values, run_statuses, strict=True))
     numbers = [(value, run) for value, run in pairs if isinstance(value, int | float)]
+    nans = [run for value, run in numbers if _is_nan(value)]  # which is not less than anything
+    numbers = [(value, run) for value, run in numbers if not _is_nan(value)]
     texts = [(str(value), run) for value, run in pairs if not isinstance(value, int | float | None)]
     numbers.sort(key=lambda pair: pair[0], reverse=name == figure)
     texts.sort(key=lambda pair: pair[0], reverse=name != figure)
     none = [run for value, run in pairs if value is None]
-    return [*(run for _, run in numbers), *(run for _, run in texts), *none]
+    return [*(run for _, run in numbers), *nans, *(run for _, run in texts), *none]
+
+
+def _is_nan(value: float) -> bool:
+    return isinstance(value, float) and math.isnan(value)
 
 
 def _read_status(run: RunDir) -> RunStatus:

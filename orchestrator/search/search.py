@@ -44,11 +44,17 @@ from orchestrator.interrupt import interrupts
 from orchestrator.report.caller import tell_begun
 from orchestrator.report.status_tables import describe_trial, print_search
 from orchestrator.report.terminal import command, say
-from orchestrator.rundir.files import PRIVATE_FILE, make_folder, read_json, write_json
+from orchestrator.rundir.files import (
+    PRIVATE_FILE,
+    READ_PATIENCE_S,
+    make_folder,
+    read_json,
+    write_json,
+)
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import HELD_OUT, Tail
 from orchestrator.rundir.outcome import describe_culprit
-from orchestrator.rundir.status import OVER, UNREADABLE, find_runs
+from orchestrator.rundir.status import OVER, UNREADABLE, RunStatus, find_runs
 from orchestrator.runs.cancel import cancel
 from orchestrator.runs.follow import OutputOptions
 from orchestrator.runs.recorded import submission_directory
@@ -227,6 +233,7 @@ class TrialRuns:
         self.queue = LocalQueue(quiet, LocalCapacity(search.most)) if search.attended else None
         self._output, self._most = output, search.most or 1
         self.followed: list[PointTask] = []  # they continue if this process ends
+        self._unreadable_since: dict[Path, float] = {}  # by run, in this process's time
         self._full = False  # the scheduler accepts no more until one has ended
         self._next_poll = 0.0
 
@@ -275,11 +282,21 @@ class TrialRuns:
         run_statuses = statuses(RunDir(task.run.path) for task in self.followed)[0]
         kinds = {task.point.config.cluster.kind for task in self.followed}
         self._next_poll = time.monotonic() + max(class_of(kind).status_interval_s for kind in kinds)
-        states = (*OVER, *UNREADABLE)
-        over = [c for c, s in zip(self.followed, run_statuses, strict=True) if s.state in states]
+        pairs = list(zip(self.followed, run_statuses, strict=True))
+        over = [task for task, status in pairs if self._is_over(task, status)]
         self.followed = [task for task in self.followed if task not in over]
         self._full = self._full and not over
         return ended + [PointResult(task=task, exit_code=0) for task in over]
+
+    def _is_over(self, task: PointTask, status: RunStatus) -> bool:
+        """Return whether a run has ended, or could not be read for as long as a file of a network
+        file system may be out of reach.
+        """
+        if status.state not in UNREADABLE:
+            self._unreadable_since.pop(task.run.path, None)
+            return status.state in OVER
+        now = time.monotonic()
+        return now - self._unreadable_since.setdefault(task.run.path, now) >= READ_PATIENCE_S
 
     def stop(self, task: PointTask) -> None:
         """Stop a run at its next boundary, if its scheduler answers."""
@@ -563,7 +580,9 @@ class Searcher:
 
     def _end(self, ended: PointResult) -> None:
         trial = self._running.pop(ended.task.run.path)
-        result = None if ended.refusal else trial.task.run.read_result()
+        result = None
+        with contextlib.suppress(RunFolderError):  # its state says that it cannot be read
+            result = None if ended.refusal else trial.task.run.read_result()
         finished = result is not None and result["state"] == "finished"
         if trial.pruned and not finished:
             self._tell(trial.number, TrialState.PRUNED, trial.pruned)
@@ -571,11 +590,17 @@ class Searcher:
             self._evaluate(trial, ended.refusal)
 
     def _evaluate(self, trial: Trial, refusal: str | None = None) -> None:
-        """Record the value of a trial whose run is over, or why it has none."""
+        """Record the value of a trial whose run is over, or why it has none; follow it again if it
+        is in progress all the same.
+        """
         value = None
         why = refusal
         if not why:
             [status], _ = statuses([trial.task.run])
+            if status.state not in (*OVER, *UNREADABLE):
+                self._running[trial.task.run.path] = trial
+                self._runs.follow(trial.task)
+                return
             failed = status.state == "failed"
             culprit = (trial.task.run.read_result() or {}).get("culprit") if failed else None
             if culprit:

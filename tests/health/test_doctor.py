@@ -153,6 +153,25 @@ dist.destroy_process_group()
 """
 
 
+SUMS = """
+import json
+import torch, torch.distributed as dist
+from orchestrator.health import exchange
+dist.init_process_group("gloo")
+intact, calls, answers = dist.all_reduce, [], []
+def damaged(tensor):
+    intact(tensor)
+    calls.append(tensor)
+    if dist.get_rank() == 1 and len(calls) == exchange.REPEATS + 2:
+        tensor[len(tensor) // 2] += 1
+dist.all_reduce = damaged
+for _ in range(3):
+    answers.append(exchange.measure_sum(1000, torch.device("cpu"))[1])
+print(json.dumps(answers))
+dist.destroy_process_group()
+"""
+
+
 def nodes(changes):
     return [{**WELL, "node": f"n{place}", **change} for place, change in enumerate(changes)]
 
@@ -193,3 +212,9 @@ def test_all_ranks_measure_the_same_links_and_find_damaged_data(tmp_path):
     assert len(rates) == 3
     assert all(rate > 0 for rate in rates)
     assert damaged == [0], "node 2 sends other data than it has"
+
+
+def test_one_wrong_element_of_one_rank_in_one_repeat_is_a_damaged_sum(tmp_path):
+    script(tmp_path, SUMS, "sums.py")
+    answers = [json.loads(line) for line in warm.ranks("sums", 2, tmp_path).splitlines()]
+    assert answers == [[True, False, True]] * 2

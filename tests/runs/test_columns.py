@@ -1,9 +1,13 @@
 """`status --sort`, `--columns` and `--tag`: runs by their figures, settings and names."""
 
 import json
+import math
+from pathlib import Path
 
 import pytest
 
+from orchestrator.rundir.status import RunStatus
+from orchestrator.runs.status import sorted_by
 from tests.helpers import LIGHT, SMALL, call, verb
 
 COMMON = (
@@ -73,3 +77,28 @@ def test_what_no_run_has_is_refused(folder, words, text):
     done = verb("status", *words, cwd=folder)
     assert done.returncode == 2
     assert text in done.stderr
+
+
+@pytest.mark.parametrize("figure", ["loss", "-loss"])
+def test_runs_that_diverged_come_after_those_with_a_number(figure):
+    losses = {"a": 0.5, "b": math.nan, "c": 0.1, "d": math.inf, "e": None, "f": math.nan, "g": 0.3}
+    runs = [
+        RunStatus(folder=Path(name), state="finished", cluster="local", loss=loss)
+        for name, loss in losses.items()
+    ]
+    order = "".join(run.folder.name for run in sorted_by(runs, figure))
+    assert order == ("dagc" if figure == "loss" else "cgad") + "bfe"
+
+
+@pytest.mark.parametrize("words", [("--columns", "train.seed"), ("--sort", "train.seed")])
+def test_a_run_with_an_edited_configuration_hides_no_other(folder, words):
+    config = folder / "runs" / "none" / "config.yaml"
+    text = config.read_text()
+    config.write_text(text.replace("seed: 3", "seed: 4"))
+    done = verb("status", *words, "--json", cwd=folder, code=0)
+    alone = verb("status", "runs/none", *words, cwd=folder, code=2)
+    config.write_text(text)
+    rows = {row["folder"].rpartition("/")[2]: row["train.seed"] for row in json.loads(done.stdout)}
+    assert rows == {"short": 0, "long": 0, "none": None}
+    assert done.stderr.count("config.yaml is damaged") == 1
+    assert "config.yaml is damaged" in alone.stderr

@@ -110,12 +110,66 @@ def test_what_has_changed_is_named(own):
         "scale.py is gone",
         "files of job.data have changed",
     ]
-    run.result.touch()  # during the run: it may have written the data itself
-    assert differences() == ["mine.py has changed", "scale.py is gone"]
+    run.result.touch()  # during the run: it was there before, so the run has not written it
+    assert "files of job.data have changed" in differences()
     os.utime(own / "numbers.txt", (1, 1))  # replaced by an older file
     assert "files of job.data have changed" in differences()
     given = compose(["job._target_=mine.Mine", "job.data=other.txt"])
     assert "job.data" not in inputs_of(given)["data"], "it does not exist yet"
+
+
+@pytest.mark.parametrize("program", [False, True])
+@pytest.mark.parametrize(
+    ("change", "differs"),
+    [
+        (lambda data: (data / "cache.bin").write_text("new"), False),
+        (lambda data: (data / "a.csv").write_text("2\n"), True),
+        (lambda data: (data / "a.csv").write_text("0123456789") and (data / "c").touch(), True),
+        (lambda data: (data / "b.csv").unlink() or (data / "cache.bin").touch(), True),
+    ],
+)
+def test_only_new_files_count_as_written_by_the_run(own, tmp_path, change, differs, program):
+    """A program's source does not tell what it writes, so all of its data may be its own."""
+    data = tmp_path / "data"
+    data.mkdir()
+    for name in ("a.csv", "b.csv"):
+        (data / name).write_text("1\n")
+        os.utime(data / name, (1e9, 1e9))
+    job, key = ["job._target_=mine.Mine"], "job.data"
+    if program:
+        (own / "train.py").write_text("import numpy\n")
+        job, key = ["job.command=[train.py]", "job.style=plain"], "job.arguments.data"
+    config = compose([*job, f"{key}={data}"])
+    before = json.loads(json.dumps(inputs_of(config)))
+    run = RunDir(tmp_path / "run")
+    run.create()
+    write_json(run.submission, {"time": before["times"][key] - 1.0})
+    change(data)
+    run.result.touch()
+    now = before["times"][key] + 10.0
+    for path in data.iterdir():  # the clock of files is coarse
+        if path.stat().st_mtime > 1.1e9:
+            os.utime(path, (now, now))
+    os.utime(run.result, (now + 1.0, now + 1.0))
+    expected = ["files of job.data have changed"] if differs and not program else []
+    assert inputs.differences(run, before, config) == expected
+
+
+def test_data_that_was_accepted_is_what_later_runs_begin_with(own, tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    config = compose(["job._target_=mine.Mine", f"job.data={data}"])
+    run = RunDir(tmp_path / "run")
+    run.create()
+    write_json(run.submission, {"time": 1e9})
+    (data / "a.csv").write_text("2\n")  # while the run was stopped
+    before = inputs.accepted({"data": {"job.data": "another"}}, config)
+    later = before["times"]["job.data"] + 10.0
+    (data / "cache.bin").touch()
+    os.utime(data / "cache.bin", (later, later))
+    run.result.touch()
+    os.utime(run.result, (later, later))
+    assert inputs.differences(run, before, config) == []
 
 
 def launch(folder, *more):

@@ -1,15 +1,22 @@
-"""A resume that is refused before its ranks are placed leaves the run as it was, in bytes."""
+"""A resume that is refused before its ranks are placed leaves the run as it was, in bytes; a new
+run is removed then, and never once an attempt may have saved something.
+"""
 
 import contextlib
+import errno
 import json
+import os
 
 import pytest
 
-from orchestrator.errors import RunFailed
+from orchestrator.config.composer import compose
+from orchestrator.config.program import is_program
+from orchestrator.errors import ClusterError, RefusedByRank, RunFailed, RunFolderError
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.runs.follow import OutputOptions
 from orchestrator.runs.resume import prepared_resume
+from orchestrator.runs.start import prepared_run
 from tests.helpers import LIGHT, SMALL, call, contents, verb
 from tests.programs import QUICK, script
 from tests.run_folders import Screen
@@ -139,3 +146,53 @@ def test_what_begins_or_may_be_queued_is_not_put_back(finished):
     run.attempt(1).rmdir()
     ready.withdraw()
     assert contents(finished) == before
+
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def begin_and_raise(config, error, *, attempt, saved):
+    """Begin a run, and an attempt of it that saves something, and end the launcher with an error.
+    Return the run.
+    """
+    with prepared_run(config, quiet()) as ready:
+        if attempt:
+            ready.run.begin_attempt()
+        if saved:
+            (ready.run.checkpoints / "model.bin").write_text("weights")
+        raise error
+
+
+@pytest.mark.parametrize("program", [True, False])
+@pytest.mark.parametrize(
+    ("error", "attempt", "saved", "kept", "raised"),
+    [
+        (FULL, True, True, True, RunFailed),
+        (RunFolderError("plan.json cannot be read"), True, True, True, RunFolderError),
+        (RunFolderError("plan.json cannot be read"), True, False, True, RunFolderError),
+        (RefusedByRank("data_dir is empty"), True, True, True, RefusedByRank),
+        (FULL, False, False, False, RunFolderError),
+        (ClusterError("no such partition"), False, False, False, ClusterError),
+    ],
+)
+def test_a_new_run_is_removed_only_before_its_first_attempt(
+    tmp_path, monkeypatch, program, error, attempt, saved, kept, raised
+):
+    """A program need not report: without metrics.jsonl it may have trained for days."""
+    monkeypatch.chdir(tmp_path)
+    run = RunDir(tmp_path / "run")
+    script(tmp_path, QUICK)
+    job = ["job.command=[train.py]", "job.style=plain"] if program else ["train.updates=1"]
+    config = compose([*job, f"run.dir={run.path}", "cluster.nodes=1", "cluster.ranks_per_node=1"])
+    assert is_program(config.job) == program
+    with pytest.raises(raised):
+        begin_and_raise(config, error, attempt=attempt, saved=saved)
+    assert run.path.exists() == kept
+    assert (run.checkpoints / "model.bin").exists() == saved
+
+
+def test_a_job_that_a_rank_refuses_leaves_no_folder(tmp_path):
+    config = compose(["train.updates=1", f"run.dir={tmp_path / 'run'}"])
+    with pytest.raises(RefusedByRank):
+        begin_and_raise(config, RefusedByRank("wrong"), attempt=True, saved=False)
+    assert not (tmp_path / "run").exists()

@@ -12,12 +12,24 @@ import pytest
 from optuna.storages.journal import JournalFileBackend
 from rich.console import Console
 
+from orchestrator.clusters.api import class_of
 from orchestrator.errors import ConfigError, RunFolderError
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import locked
 from orchestrator.runs.follow import OutputOptions
-from tests.search.helpers import AtOnce, line_of, loss_of, run_to_end, search_of
+from orchestrator.search.search import TrialRuns
+from orchestrator.sweep.local import PointResult
+from tests.search.helpers import (
+    QUIET,
+    SPACE,
+    AtOnce,
+    line_of,
+    loss_of,
+    run_to_end,
+    search_of,
+    write_result,
+)
 
 pytestmark = pytest.mark.whole_runs
 
@@ -278,6 +290,63 @@ def test_a_trial_that_ends_before_it_can_be_pruned_has_its_value(tmp_path):
     assert [trial["value"] for trial in trials][5::3] == [loss_of(5, 1), loss_of(8, 1)]
     assert [trial["why"] is None for trial in trials] == [state == "complete" for state in states]
     assert not runs.began
+
+
+def test_a_trial_that_cannot_be_read_for_a_moment_is_followed_on(tmp_path, monkeypatch):
+    class Caught(AtOnce):
+        def wait(self):
+            raise Killed
+
+    line = line_of(tmp_path / "found", "sweep.trials=1")
+    caught = Caught()
+    with pytest.raises(Killed):
+        run_to_end(search_of(*line), caught)
+    [task] = caught.running
+    write_result(task.run, task.point.config.job["arguments"])
+    runs = TrialRuns(search_of(*line), QUIET)
+    runs.follow(task)
+    monkeypatch.setattr(class_of("local"), "status_interval_s", 0.0)
+    aside = task.run.plan.rename(tmp_path / "plan")
+    task.run.plan.symlink_to(aside)
+    assert runs.wait() == []
+    task.run.plan.unlink()
+    aside.rename(task.run.plan)
+    [ended] = runs.wait()
+    assert ended.task is task
+    task.run.plan.unlink()
+    task.run.plan.symlink_to(aside)
+    runs.follow(task)
+    assert runs.wait() == []
+    monkeypatch.setattr("orchestrator.search.search.READ_PATIENCE_S", 0.0)
+    assert [ended.task for ended in runs.wait()] == [task]
+
+
+def test_a_trial_that_is_in_progress_all_the_same_has_no_result_yet(tmp_path):
+    class Held(AtOnce):
+        """Runs that are said to have ended once before they do."""
+
+        followed = 0
+
+        def wait(self):
+            task = self.running[0]
+            if self.followed:
+                return super().wait()
+            self.held = locked(task.run)
+            self.held.__enter__()
+            return [PointResult(task=self.running.pop(0), exit_code=0)]
+
+        def follow(self, task):
+            self.held.__exit__(None, None, None)
+            self.followed += 1
+            self.running.append(task)
+
+    runs = Held()
+    line = ("job.arguments.lr=0.3,0.4", "job.arguments.k=1", "sweep.search=grid")
+    script = line_of(tmp_path / "found")[len(SPACE) :]
+    words = [word for word in script if not word.startswith("sweep.search")]
+    trials = run_to_end(search_of(*line, *words), runs)["trials"]
+    assert [trial["state"] for trial in trials] == ["complete"] * 2
+    assert runs.followed == 1
 
 
 def test_a_damaged_journal_and_a_folder_of_other_runs_are_refused(tmp_path):

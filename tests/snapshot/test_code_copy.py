@@ -61,7 +61,7 @@ def taken(tmp_path):
         for path in (copy / "0").rglob("*")
         if path.is_symlink() or not path.is_dir()
     }
-    text = b"".join(path.read_bytes() for path in found.values())
+    text = b"".join(path.read_bytes() for path in found.values() if path.is_file())
     return found, text, left_out, (copy / "copy.json").read_text()
 
 
@@ -137,6 +137,47 @@ def test_a_link_to_a_folder_is_copied_without_git_too(project, tmp_path, monkeyp
     inner = tmp_path / "copy" / "0" / "package" / "inner"
     assert inner.is_symlink()
     assert (inner / "environment.yaml").exists()
+
+
+@pytest.fixture
+def imports(project, tmp_path, monkeypatch):
+    """A job of the project that imports ignored files, and others by links out of it."""
+    (project / "mine.py").write_text(
+        "import _version, linked.part, alone, inner.credentials, token\nclass Mine: ...\n"
+    )
+    (project / ".gitignore").write_text("_version.py\n*.so\nunused.py\n")
+    for name in ("_version.py", "unused.py", "token.py"):
+        (project / name).write_text("code\n")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    for name in ("__init__.py", "part.py", "data.bin", "alone.py"):
+        (outside / name).write_text(f"{name} of the library\n")
+    (project / "linked").symlink_to("../outside")
+    (project / "alone.py").symlink_to("../outside/alone.py")
+    (project / "inner").symlink_to("package")
+    monkeypatch.syspath_prepend(project)
+    return project
+
+
+def test_ignored_and_linked_files_are_copied_if_the_job_imports_them(imports, tmp_path):
+    """Ranks would fail after the queue, or import what has been edited since."""
+    found, _, left_out, _ = taken(tmp_path)
+    copied = {"_version.py", "linked/__init__.py", "linked/part.py", "alone.py"}
+    assert copied <= set(found)
+    assert not {"unused.py", "linked/data.bin"} & set(found)
+    assert not any(found[name].is_symlink() for name in copied)
+    assert found["linked/part.py"].read_text() == "part.py of the library\n"
+    assert "alone.py" not in left_out
+    assert "linked" in left_out
+    assert found["inner"].readlink() == Path("package")
+
+
+def test_a_folder_that_has_become_a_file_is_copied_as_that(project, tmp_path):
+    shutil.rmtree(project / "package")
+    (project / "package").write_text("a file\n")
+    found, *_ = taken(tmp_path)
+    assert "package" in found
+    assert "package/credentials.py" not in found
 
 
 def test_a_file_that_is_too_large_is_refused_before_it_is_read(project, tmp_path):
