@@ -328,6 +328,22 @@ def test_half_precision_total_whose_factor_is_rounded_is_warned_of():
         )
 
 
+@pytest.mark.parametrize(
+    ("dtype", "most"), [(torch.bfloat16, "256"), (torch.float16, "2048"), (torch.float32, "")]
+)
+def test_counts_in_half_precision_are_warned_of(dtype, most):
+    ours, model = _accumulator(metric_names=("right",))
+    count = torch.ones(4, dtype=dtype).sum()
+    with warnings.catch_warnings(record=True) as records:
+        warnings.simplefilter("always")
+        ours.backward(Loss(_loss(model).total, weight=count, metrics={"right": count * 1}))
+    sentences = [str(record.message) for record in records]
+    figures = ("Loss.weight", "Loss.metrics['right']") if most else ()
+    for figure, sentence in zip(figures, sentences, strict=True):
+        assert f"{figure} is a {str(dtype)[6:]} number" in sentence
+        assert f"whole numbers up to {most} only" in sentence
+
+
 def test_a_window_that_could_not_begin_keeps_nothing_of_the_one_before():
     ours, model = _accumulator()
     ours.backward(_loss(model))
