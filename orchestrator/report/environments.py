@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+NOT_RECORDED = "versions, processor and threads: not recorded, so they may differ"
+"""Of two runs of which one has no environment.json, as a program without `run.windows`."""
+
 
 def differing(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return what differs, by name, as "this against that"; nothing if one of them is unknown.
+    """Return what differs, by name, as "this against that"; nothing if one of them is unknown
+    (`NOT_RECORDED`).
 
     >>> differing({"framework": {"torch": "2.13.0"}}, {"framework": {"torch": "2.12.0"}})
     {'torch': '2.13.0 against 2.12.0'}
