@@ -378,6 +378,7 @@ class Windows:
         if number < len(window):
             for accumulator, part in zip(self._all, self._parts, strict=True):
                 part.taken = number + 1
+                part.samples = len(window.planned.micro_batches[number].indices)
                 accumulator.padding = number >= len(window) - window.planned.padding
         self._loop.begin_micro_step(window.planned, number)
 

@@ -483,6 +483,20 @@ def test_ranks_whose_kernels_differ_are_warned_of_in_reproducible_windows(tmp_pa
     assert others == [[], []]
 
 
+@pytest.mark.parametrize("micro_batch", [1, 4])
+def test_mean_with_a_weight_of_1_is_warned_of_where_it_is_of_several_samples(micro_batch):
+    ours, options = sgd_accumulator(model := net()), {"global_batch": 8, "updates": 1}
+    with warnings.catch_warnings(record=True) as records:
+        warnings.simplefilter("always")
+        for window in CurrentRun({}).windows(SAMPLES, ours, micro_batch=micro_batch, **options):
+            for piece in window:
+                ours.backward(Loss(model(X[piece]).square().mean(), weight=1))
+            ours.boundary()
+    sentences = [str(r.message) for r in records if "made by mean()" in str(r.message)]
+    assert len(sentences) == (0 if micro_batch == 1 else 2)
+    assert all("updates depend on how a batch is split" in sentence for sentence in sentences)
+
+
 def test_windows_record_the_environment_and_warn_where_it_changed(tmp_path, monkeypatch):
     monkeypatch.delenv("MKL_CBWR", raising=False)
     run, options = make_run(tmp_path), {"global_batch": 16, "micro_batch": 4, "updates": 1}

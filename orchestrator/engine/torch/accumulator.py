@@ -408,7 +408,7 @@ class Accumulator:
                 self._tracker.computed += 1
 
     def _check_mean(self, loss: Loss) -> None:
-        self.mean_seen = mean_refusal(loss)
+        self.mean_seen = mean_refusal(loss, self._tracker and self._tracker.samples)
         if self.mean_seen and self.refuse_means:
             raise JobError(self.mean_seen)
 
