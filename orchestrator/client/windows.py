@@ -61,6 +61,7 @@ from orchestrator.engine.torch.engine import peak_memory_bytes
 from orchestrator.engine.torch.group import bytes_of, gather_numbers
 from orchestrator.engine.torch.model import (
     be_deterministic,
+    compiled_advice,
     kept_random_state,
     modes_of,
     seed_everything,
@@ -629,8 +630,10 @@ def windows_of(
         waiting.call_at_changes(lambda: run.declare(waiting.declared_activity()))
     if settings.reduction == "reproducible":
         be_deterministic()
-        unlike = machine_warning(partial(gather_numbers, group), settings.reduction)
-        for sentence in unlike if group.rank == 0 else ():
+        sentences = machine_warning(partial(gather_numbers, group), settings.reduction)
+        for model in (accumulator.model for accumulator in accumulators):
+            sentences += compiled_advice(model) if isinstance(model, Module) else []
+        for sentence in sentences if group.rank == 0 else ():
             warn(sentence)
     if run and group.rank == 0:
         _record_environment(RunDir(run.folder), group.transport)

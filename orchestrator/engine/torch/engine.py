@@ -56,6 +56,7 @@ from orchestrator.engine.torch.model import (
     build_optimizer,
     changing_advice,
     check_optimizer,
+    compiled_advice,
     doubled,
     frozen_modules,
     in_evaluation,
@@ -697,6 +698,8 @@ class TorchEngine(Engine):
 
     def warnings(self, micro_batches: int | None = None) -> list[str]:
         advices = advice(self.model, ranks=self._group.size, micro_batches=micro_batches)
+        if self._reproducible:
+            advices += compiled_advice(self.model)
         return [*self._warnings, *advices]
 
     # ------------------------------------------------------------------ another group
