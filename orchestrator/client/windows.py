@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
@@ -49,11 +50,17 @@ from orchestrator.engine.common import waiting
 from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.engine.torch import loader
 from orchestrator.engine.torch.accumulator import Accumulator, only_accumulator
-from orchestrator.engine.torch.consistency_checks import Trait, check_same_traits
+from orchestrator.engine.torch.consistency_checks import (
+    Trait,
+    check_same_traits,
+    machine_warning,
+    versions,
+)
 from orchestrator.engine.torch.engine import peak_memory_bytes
 from orchestrator.engine.torch.group import bytes_of, gather_numbers
 from orchestrator.engine.torch.model import (
     be_deterministic,
+    compiled_advice,
     kept_random_state,
     modes_of,
     seed_everything,
@@ -64,6 +71,8 @@ from orchestrator.errors import ConfigError, JobError, RunFolderError
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.recorded_speeds import SpeedChanges
 from orchestrator.plan.window import Window
+from orchestrator.report.environments import describe_environment, warnings_of
+from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.warnings import warn
 from orchestrator.units import plural
@@ -369,6 +378,7 @@ class Windows:
         if number < len(window):
             for accumulator, part in zip(self._all, self._parts, strict=True):
                 part.taken = number + 1
+                part.samples = len(window.planned.micro_batches[number].indices)
                 accumulator.padding = number >= len(window) - window.planned.padding
         self._loop.begin_micro_step(window.planned, number)
 
@@ -617,6 +627,13 @@ def windows_of(
         waiting.call_at_changes(lambda: run.declare(waiting.declared_activity()))
     if settings.reduction == "reproducible":
         be_deterministic()
+        sentences = machine_warning(partial(gather_numbers, group), settings.reduction)
+        for model in (accumulator.model for accumulator in accumulators):
+            sentences += compiled_advice(model) if isinstance(model, Module) else []
+        for sentence in sentences if group.rank == 0 else ():
+            warn(sentence)
+    if run and group.rank == 0:
+        _record_environment(RunDir(run.folder), group.transport)
     checkpoints = None
     if options.checkpoints is not None or (run and options.first is None):
         state = AccumulatorState(accumulators, decided, options.state)
@@ -637,6 +654,21 @@ def windows_of(
             on_written=note,
         )
     return Windows(run, plan, accumulators, options, checkpoints, recorded_speeds)
+
+
+def _record_environment(run: RunDir, transport: str) -> None:
+    """Write environment.json, but for the code's commit, and warn of what differs from before."""
+    environment = describe_environment(versions(), transport, {})
+    try:
+        changed = warnings_of(environment, run.read_environment())
+    except RunFolderError as error:
+        changed = [f"{error}; so whether this start computes with the same is unknown"]
+    for sentence in changed:
+        warn(sentence)
+    try:
+        write_json(run.environment, environment)
+    except OSError as error:  # a full disk, which does not end a program
+        warn(f"{run.environment} could not be written ({error}), so no resume compares with it")
 
 
 def _find_accumulators(run: CurrentRun, accumulator: Any) -> list[Accumulator]:

@@ -16,7 +16,7 @@ from orchestrator.replay.agreement import LeafDifference, agreement, first_leaf_
 from orchestrator.replay.recorded import RecordedRun
 from orchestrator.replay.scratch import Replay, Request, scratch
 from orchestrator.report.compare_runs import differing_settings
-from orchestrator.report.environments import differing
+from orchestrator.report.environments import NOT_RECORDED, differing
 from orchestrator.rundir.checkpoints import updates_after
 from orchestrator.rundir.files import open_nofollow
 from orchestrator.rundir.folder import RunDir
@@ -75,7 +75,7 @@ class Bisection:
         fields: of the record that differ there, with both texts.
         leaf: the first micro-step that two replays compute differently.
         repeats: whether each run's own replay repeats its record of that update.
-        unlike: what differs in settings, code, versions, processor and threads.
+        unlike: see `differences_of`.
         notes: what could not be done, and why.
     """
 
@@ -126,11 +126,15 @@ def _has_digest(a: Record, b: Record) -> bool:
 
 
 def differences_of(a: RunDir, b: RunDir) -> list[str]:
-    """Return what differs in settings, code, versions, processor and threads of two runs."""
+    """Return what differs in settings, code, versions, processor and threads of two runs, or may
+    differ since it is not recorded.
+    """
     settings = differing_settings(a, b)
     differences = [f"{key}: {values[0]} against {values[1]}" for key, values in settings.items()]
     environments = a.read_environment(), b.read_environment()
     differences += [f"{name}: {values}" for name, values in differing(*environments).items()]
+    if None in environments:
+        differences.append(NOT_RECORDED)
     return [*differences, *code_differences(a, b)]
 
 

@@ -153,7 +153,7 @@ def print_bisection(bisection: Bisection, a: Path, b: Path, console: Console) ->
         meaning = "" if repeats else ": that run computed something else than its code does here"
         say(console, f"the replay of {run} {verdict}{meaning}", "" if repeats else "yellow")
     if bisection.unlike:
-        say(console, "what else differs:", "bold")
+        say(console, "what else differs, or may:", "bold")
     for text in bisection.unlike:
         say(console, f"  {text}")
     if bisection.update is not None and not bisection.unlike:

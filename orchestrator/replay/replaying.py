@@ -17,7 +17,7 @@ from orchestrator.replay.agreement import (
 )
 from orchestrator.replay.recorded import RecordedRun
 from orchestrator.replay.scratch import Line, Replay, Request, Scratch
-from orchestrator.report.environments import differing
+from orchestrator.report.environments import NOT_RECORDED, differing
 from orchestrator.rundir.checkpoints import folder_of, updates_after
 
 
@@ -154,8 +154,11 @@ def by_size(norms: dict[str, float]) -> dict[str, float]:
 
 
 def _machine_notes(recorded: RecordedRun, replay: Replay) -> list[str]:
-    """Return what decides bits and differs from the run: processor, versions, threads."""
-    unlike = differing(replay.run.read_environment(), recorded.run.read_environment())
+    """Return what decides bits and differs from the run, or may: processor, versions, threads."""
+    environments = replay.run.read_environment(), recorded.run.read_environment()
+    if None in environments:
+        return [NOT_RECORDED]
+    unlike = differing(*environments)
     return [f"computed with another {name}: {values}" for name, values in unlike.items()]
 
 
@@ -192,16 +195,22 @@ def _causes(scratch: Scratch, replay: Replay, report: Replayed) -> list[str]:
             "changed, or a rank recorded something else than it computed"
         )
         return [*why, edited]
-    if report.notes:
-        return [
-            *why,
-            "what differs from the run (the notes) may be the reason: undo it, and repeat",
-        ]
-    unknown = (
+    return [*why, _unrepeated(differs, report.notes)]
+
+
+def _unrepeated(update: int, notes: Sequence[str]) -> str:
+    """Return why an update may have other bits than recorded, and the same in each replay."""
+    if any(text != NOT_RECORDED for text in notes):
+        return "what differs from the run (the notes) may be the reason: undo it, and repeat"
+    if notes:
+        return (
+            f"{NOT_RECORDED}; if they are those of the run, its code, its data or a machine did "
+            f"something else in update {update}"
+        )
+    return (
         "nothing that is known to change bits differs from the run, so its code, its data or a "
-        f"machine did something else in update {differs}"
+        f"machine did something else in update {update}"
     )
-    return [*why, unknown]
 
 
 def _two_replays_differ(where: str) -> str:

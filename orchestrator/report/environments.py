@@ -1,13 +1,23 @@
-"""Differences between what two attempts or runs were computed with."""
+"""What an attempt is computed with, for environment.json, and how that of two differs."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
+import platform
+import sys
 from collections.abc import Mapping
 from typing import Any
 
+PACKAGES = ("hydra-core", "omegaconf", "submitit", "numpy", "safetensors", "torch", "mindspore")
+
+NOT_RECORDED = "versions, processor and threads: not recorded, so they may differ"
+"""Of two runs of which one has no environment.json, as a program without `run.windows`."""
+
 
 def differing(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return what differs, by name, as "this against that"; nothing if one of them is unknown.
+    """Return what differs, by name, as "this against that"; nothing if one of them is unknown
+    (`NOT_RECORDED`).
 
     >>> differing({"framework": {"torch": "2.13.0"}}, {"framework": {"torch": "2.12.0"}})
     {'torch': '2.13.0 against 2.12.0'}
@@ -37,3 +47,26 @@ def warnings_of(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> lis
 
 def _decisive(environment: Mapping[str, Any]) -> dict[str, Any]:
     return {"processor": environment.get("processor"), **environment.get("framework", {})}
+
+
+def describe_environment(
+    framework_versions: Mapping[str, str], transport: str, code: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Describe code, packages and machine, without environment variables, which may be secret."""
+    versions: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    return {
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "processor": platform.machine(),
+        "cpus": os.cpu_count(),
+        "packages": versions,
+        "framework": dict(framework_versions),
+        "transport": transport,
+        "threads": os.environ.get("OMP_NUM_THREADS"),
+        "git": dict(code),
+    }

@@ -1,13 +1,8 @@
-"""Environment of a rank: requested devices, and for environment.json versions, machine and code."""
+"""Environment of a rank: the devices that were requested for it."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
-import platform
-import sys
 from collections.abc import Mapping
-from typing import Any
 
 from orchestrator.config.schema import ClusterConfig, gpu_count
 from orchestrator.machine import NO_DEVICE, device_count
@@ -71,32 +66,3 @@ def lacking_devices(cluster: ClusterConfig, env: Mapping[str, str]) -> str:
         f"it has {count} of the {requested} devices that {setting} asks for on its node: the "
         "program may compute on CPUs"
     )
-
-
-# ----------------------------------------------------------------------
-# Versions, machine and the state of the code, for environment.json.
-
-PACKAGES = ("hydra-core", "omegaconf", "submitit", "numpy", "safetensors", "torch", "mindspore")
-
-
-def describe_environment(
-    framework_versions: Mapping[str, str], transport: str, code: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Describe code, packages and machine, without environment variables, which may be secret."""
-    versions: dict[str, str | None] = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
-    return {
-        "python": sys.version.split()[0],
-        "platform": platform.platform(),
-        "processor": platform.machine(),
-        "cpus": os.cpu_count(),
-        "packages": versions,
-        "framework": dict(framework_versions),
-        "transport": transport,
-        "threads": os.environ.get("OMP_NUM_THREADS"),
-        "git": dict(code),
-    }

@@ -30,7 +30,7 @@ from orchestrator.plan.plan import Plan
 from orchestrator.plan.plan_warnings import balance_text
 from orchestrator.plan.recorded_speeds import kept_speeds
 from orchestrator.plugins import FRAMEWORKS
-from orchestrator.report.environments import warnings_of
+from orchestrator.report.environments import describe_environment, warnings_of
 from orchestrator.rundir import checkpoints as checkpoint
 from orchestrator.rundir.checkpoints import split_reference
 from orchestrator.rundir.files import write_json
@@ -39,7 +39,7 @@ from orchestrator.rundir.warnings import warn
 from orchestrator.snapshot import submitted
 from orchestrator.source.git import code_state
 from orchestrator.source.modules import folder_of
-from orchestrator.trainer.environment import describe_environment, device_request
+from orchestrator.trainer.environment import device_request
 from orchestrator.trainer.evaluation import agreed_held_out
 from orchestrator.trainer.failure import describe
 from orchestrator.trainer.job_class import build_job, framework_of

@@ -1,8 +1,10 @@
 """`run.windows`: the big batch's updates in a loop of one's own, wherever it was stopped."""
 
 import json
+import os
 import random
 import signal
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,7 +28,8 @@ from orchestrator.client.run import CurrentRun
 from orchestrator.errors import NonFiniteError, RunFolderError
 from orchestrator.local_ranks.processes import run_ranks
 from orchestrator.plan.order import DataOrder
-from orchestrator.rundir.program_link import RUN
+from orchestrator.rundir.program_link import ATTEMPT, RUN, WARNINGS
+from orchestrator.rundir.warnings import read_warnings
 from tests.engine.torch.jobs import numbers_of, sgd_accumulator
 from tests.refusals import refused
 from tests.run_folders import make_run, record
@@ -463,6 +466,54 @@ def test_two_accumulators_share_windows_each_in_a_pass_of_its_own():
             ours.boundary()
     assert numbers_of(models[0]).equal(numbers_of(models[1]))
     assert not numbers_of(models[0]).equal(numbers_of(net()))
+
+
+def _begin_elsewhere(group, reduction):
+    """Begin windows on a rank with kernels of its own; return the warnings."""
+    os.environ["MKL_CBWR"] = "COMPATIBLE" if group.rank == 2 else "AUTO"
+    ours = sgd_accumulator(net(), group, reduction=reduction)
+    with warnings.catch_warnings(record=True) as records:
+        warnings.simplefilter("always")
+        CurrentRun({}).windows(SAMPLES, ours, global_batch=24, micro_batch=4, updates=1)
+    return [str(record.message) for record in records]
+
+
+def test_ranks_whose_kernels_differ_are_warned_of_in_reproducible_windows(tmp_path):
+    rank, *others = run_ranks(3, tmp_path, _begin_elsewhere, "reproducible")
+    assert [sentence[:36] for sentence in rank] == ["rank 2 computes with another version"]
+    assert others == [[], []]
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4])
+def test_mean_with_a_weight_of_1_is_warned_of_where_it_is_of_several_samples(micro_batch):
+    ours, options = sgd_accumulator(model := net()), {"global_batch": 8, "updates": 1}
+    with warnings.catch_warnings(record=True) as records:
+        warnings.simplefilter("always")
+        for window in CurrentRun({}).windows(SAMPLES, ours, micro_batch=micro_batch, **options):
+            for piece in window:
+                ours.backward(Loss(model(X[piece]).square().mean(), weight=1))
+            ours.boundary()
+    sentences = [str(r.message) for r in records if "made by mean()" in str(r.message)]
+    assert len(sentences) == (0 if micro_batch == 1 else 2)
+    assert all("updates depend on how a batch is split" in sentence for sentence in sentences)
+
+
+def test_windows_record_the_environment_and_warn_where_it_changed(tmp_path, monkeypatch):
+    monkeypatch.delenv("MKL_CBWR", raising=False)
+    run, options = make_run(tmp_path), {"global_batch": 16, "micro_batch": 4, "updates": 1}
+    for attempt in range(3):
+        run.attempt(attempt).mkdir(parents=True)
+        monkeypatch.setattr("orchestrator.rundir.warnings._destination", None)
+        monkeypatch.setenv(WARNINGS, str(run.warnings(attempt, 0)))
+        if attempt == 2:
+            monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+        current = CurrentRun({RUN: str(tmp_path), ATTEMPT: str(attempt)})
+        current.windows(SAMPLES, sgd_accumulator(net()), first=0, **options)
+        sentences = [warning.sentence for warning in read_warnings(run.attempt(attempt))]
+        assert ["MKL_CBWR COMPATIBLE against none" in s for s in sentences] == [True] * (
+            attempt == 2
+        )
+        assert run.read_environment()["framework"]["torch"] == torch.__version__
 
 
 def test_a_loop_is_dealt_by_the_speeds_that_a_run_has_recorded(tmp_path):

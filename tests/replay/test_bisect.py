@@ -9,11 +9,14 @@ from orchestrator.client.loop import CompletedUpdate, update_line
 from orchestrator.engine.api import BoundaryReport
 from orchestrator.plan.order import DataOrder
 from orchestrator.plan.window import Window
-from orchestrator.replay.bisecting import compare_records
+from orchestrator.replay.bisecting import Bisection, compare_records, differences_of
+from orchestrator.replay.printing import print_bisection
+from orchestrator.replay.replaying import _unrepeated
+from orchestrator.report.environments import NOT_RECORDED
 from orchestrator.rundir.files import write_json
 from tests.docs.json_fields import Fields
 from tests.helpers import call, verb
-from tests.run_folders import record
+from tests.run_folders import Screen, make_run, record
 
 pytestmark = pytest.mark.whole_runs
 
@@ -149,3 +152,28 @@ def test_runs_without_a_common_update_are_refused(made):
         write_json(run.environment, {"framework": {"torch": "2"}})
     refused = verb("bisect", a.path, b.path, code=2).stderr
     assert "have recorded no update that both have made" in " ".join(refused.split())
+
+
+@pytest.mark.parametrize("recorded", [(), ("a",), ("a", "b")])
+def test_environments_that_are_not_recorded_are_not_called_the_same(tmp_path, recorded):
+    runs = [make_run(tmp_path / name) for name in "ab"]
+    for run in runs:
+        if run.path.name in recorded:
+            write_json(run.environment, {"processor": "x86_64", "framework": {"threads": "1"}})
+    unlike = differences_of(*runs)
+    screen = Screen()
+    found = Bisection(updates=9, by_digest=True, update=7, unlike=unlike)
+    print_bisection(found, runs[0].path, runs[1].path, screen)
+    same = "settings, code, versions, processor and threads are the same"
+    if len(recorded) == 2:
+        assert unlike == []
+        assert same in screen.text
+    else:
+        assert unlike == [NOT_RECORDED]
+        assert same not in screen.text
+
+
+def test_replay_does_not_rule_out_versions_that_are_not_recorded():
+    assert "nothing that is known to change bits differs" in _unrepeated(3, [])
+    assert "the notes" in _unrepeated(3, ["computed with another torch", NOT_RECORDED])
+    assert _unrepeated(3, [NOT_RECORDED]).startswith("versions, processor and threads: not record")

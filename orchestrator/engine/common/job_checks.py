@@ -126,8 +126,12 @@ def left_in_evaluation(job: Any, call: str, undo: str) -> JobError:
 # ------------------------------------------------------------------ Losses
 
 
+_WHOLE_NUMBERS = {"bfloat16": 256, "float16": 2048}
+"""All whole numbers up to these are exact in a half-precision type."""
+
+
 def check_loss(loss: Any, names: Collection[str], tensor: type) -> None:
-    """Raise `JobError` for what breaks the contract of `Loss`.
+    """Raise `JobError` for what breaks the contract of `Loss`, and warn of counts that are rounded.
 
     Args:
         names: the job's metric_names.
@@ -163,10 +167,18 @@ def check_loss(loss: Any, names: Collection[str], tensor: type) -> None:
             valid = math.prod(number.shape) == 1 and not number.is_complex()
         else:
             valid = isinstance(value, Real)
+        what = "weight" if value is loss.weight else f"metrics['{name}']"
         if not valid:
-            what = "weight" if value is loss.weight else f"metrics['{name}']"
             wrong = _describe_value(value)
             raise JobError(f"Loss.{what} must be a real number, but is {wrong}")
+        dtype = str(getattr(value, "dtype", "")).rpartition(".")[2].lower()
+        if dtype in _WHOLE_NUMBERS:
+            warn(
+                f"Loss.{what} is a {dtype} number, which holds whole numbers up to "
+                f"{_WHOLE_NUMBERS[dtype]} only, so it is rounded in each micro-step and depends on "
+                "how a batch is split: count in float32, as in mask.float().sum()",
+                kind=f"{name} dtype",
+            )
     if metrics or names:
         check_metric_names(metrics, names)
 

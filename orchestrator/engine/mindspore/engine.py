@@ -604,9 +604,11 @@ class FrameworkEngine(MindSporeEngine):
         self._batches.append(batch)
 
     def boundary(self, *, stop: bool = False) -> BoundaryReport:
-        window, began = self._window, time.perf_counter()
+        window = self._window
         self._check_window()
         self._accumulator.check_constants()
+        self._check_weights(window)
+        began = time.perf_counter()
         columns = zip(*(flatten(batch)[1] for batch in self._batches), strict=True)
         whole = tuple(ops.concat(column) for column in columns)
         first = self._cell is None
@@ -633,6 +635,28 @@ class FrameworkEngine(MindSporeEngine):
             compile_s=seconds if first else 0.0,
         )
 
+    def _check_weights(self, window: Window) -> None:
+        """Raise `JobError` if a micro-batch's weight is not its number of samples, by which the
+        framework's step divides. It gives no weights, so each loss is computed once more, without
+        a gradient.
+        """
+        loss = python_loss(self._job)
+        with (
+            kept_statistics(self._model),
+            kept_generators(),
+            self._job_state.isolated(),
+        ):
+            for batch, micro_batch in zip(self._batches, window.micro_batches, strict=True):
+                weight, *_ = map(as_float, self._accumulator.losses(loss, batch))
+                samples = len(micro_batch.indices)
+                if weight != samples:
+                    raise JobError(
+                        "engine.style=framework divides by the number of samples, but Loss.weight "
+                        f"is {weight:g} for {samples} samples in update {window.update}; try "
+                        "engine.style=own"
+                    )
+        ms.set_context(mode=ms.GRAPH_MODE)
+
     def _prepare(self, window: Window) -> None:
         sizes = {len(micro_batch.indices) for micro_batch in window.micro_batches}
         shape = (len(window.micro_batches), window.samples)
@@ -644,17 +668,9 @@ class FrameworkEngine(MindSporeEngine):
             )
         if self._cell is not None:
             return
-        with kept_statistics(self._model):
-            _, weight, _ = python_loss(self._job)(self._model, self._batches[0])
-        if as_float(weight) != float(next(iter(sizes))):
-            raise JobError(
-                "engine.style=framework divides by the number of samples, but Loss.weight is "
-                "something else; try engine.style=own"
-            )
         from mindspore.parallel.auto_parallel import AutoParallel
         from mindspore.parallel.nn import GradAccumulation
 
-        ms.set_context(mode=ms.GRAPH_MODE)
         form, _ = flatten(self._batches[0])
         share = _Share(self._model, compiled_loss(self._job), form, window.samples)
         step = nn.TrainOneStepCell(GradAccumulation(share, shape[0]), self._optimizer)

@@ -33,6 +33,7 @@ alone. It steps its pieces of the weights in there (`OptimizerShard`), and gathe
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -85,6 +86,7 @@ from orchestrator.engine.torch.transports import group_of_torch
 from orchestrator.engine.torch.window_state import MicroBatchTracker, WindowState
 from orchestrator.errors import ConfigError, JobError, ReplicasDiffer, did_you_mean
 from orchestrator.job import Loss
+from orchestrator.rundir.warnings import warn
 from orchestrator.units import named_ranks
 
 if TYPE_CHECKING:
@@ -255,6 +257,7 @@ class Accumulator:
         self.refuse_means, self.mean_seen = True, ""
         self.clock = Clock()
         parameters = [parameter for _, parameter in trained]
+        self._dtypes = {parameter.dtype for parameter in parameters}
         self._hooks = GradHooks(parameters, self.buffers, self._window.note_undeclared)
         # They would refuse the backwards of the next one, if this one is dropped in mid-window.
         weakref.finalize(self, self._hooks.remove).atexit = False
@@ -292,7 +295,8 @@ class Accumulator:
             expected_weight: what the window's weights will probably add up to over all ranks, the
                 same number on all. Losses are divided by it before their backward, which costs
                 nothing; where it proves right, the boundary need not divide the gradient. The
-                update is the same either way, up to rounding.
+                update is the same either way, up to rounding. In bfloat16 they are divided by the
+                nearest power of two, in float16 not at all.
 
         Raises:
             ValueError: `leaves` or `expected_weight` cannot be used.
@@ -332,9 +336,7 @@ class Accumulator:
     ) -> None:
         if expected_weight is not None:
             expected_weight = finite_float("expected_weight", expected_weight, least="above 0")
-        # A float16 backward wants sums: means of large batches would underflow in it.
-        early = expected_weight is not None and self.precision.scale == 1.0
-        self._expected_weight = float(expected_weight or 1.0) if early else 1.0
+        self._expected_weight = 1.0 if expected_weight is None else self._divisor(expected_weight)
         self._window.begin(update, implied_by=implied_by)
         if learning_rate is not None:
             self.learning_rate.set(finite_float("learning_rate", learning_rate))
@@ -345,6 +347,19 @@ class Accumulator:
         self._used.own[:] = bytes(len(self._used.own))
         self.clock.begin()
         self._window.error_breaks = ""
+
+    def _divisor(self, expected_weight: float) -> float:
+        """Return what losses are divided by before their backward; the boundary does the rest.
+
+        It is the same on all ranks, so it follows from the settings and not from a loss's dtype.
+        """
+        # A float16 backward wants sums: means of large batches would underflow in it.
+        if self.precision.name == "float16" or torch.float16 in self._dtypes:
+            return 1.0
+        # The factor of a bfloat16 loss is rounded to 8 bits, which leaves a power of two exact.
+        if self.precision.name == "bfloat16" or torch.bfloat16 in self._dtypes:
+            return 2.0 ** round(math.log2(expected_weight))
+        return expected_weight
 
     def backward(self, loss: Loss, *, last: bool = False, leaf: int | None = None) -> None:
         """Back-propagate one micro-step's sum. Silent, but for finished buckets in the last one.
@@ -393,7 +408,7 @@ class Accumulator:
                 self._tracker.computed += 1
 
     def _check_mean(self, loss: Loss) -> None:
-        self.mean_seen = mean_refusal(loss)
+        self.mean_seen = mean_refusal(loss, self._tracker and self._tracker.samples)
         if self.mean_seen and self.refuse_means:
             raise JobError(self.mean_seen)
 
@@ -737,7 +752,19 @@ _living: weakref.WeakSet[Accumulator] = weakref.WeakSet()
 
 def _back_propagate(total: Tensor, factor: float) -> None:
     """Add the gradients of `total * factor`, with the same bits and two operations less."""
+    if total.dtype in HALVES and not _is_exact(factor, total.dtype):
+        name = str(total.dtype).removeprefix("torch.")
+        warn(
+            f"Loss.total is a {name} number, in which the factor of its gradient "
+            f"({factor:.4g}) is rounded, and so is the gradient: add up losses in float32, as in "
+            "losses.float().sum()",
+            kind="total dtype",
+        )
     total.backward(None if factor == 1.0 else torch.full_like(total, factor))
+
+
+def _is_exact(factor: float, dtype: torch.dtype) -> bool:
+    return torch.tensor(factor, dtype=dtype, device="cpu").item() == factor
 
 
 def _refuse_shared(trained: Named) -> None:

@@ -22,6 +22,7 @@ from orchestrator.engine.torch.buffers import HALVES, is_sharded
 from orchestrator.engine.torch.group import BaseGroup
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.job import Loss
+from orchestrator.rundir.warnings import warn
 from orchestrator.units import first_few
 
 
@@ -255,15 +256,24 @@ def averaged_by(node: Any, depth: int = 8) -> list[str]:
     return []
 
 
-def mean_refusal(loss: Loss) -> str:
+def mean_refusal(loss: Loss, samples: int | None = None) -> str:
     """Return why a loss looks like a mean that would be divided once more; "" if it does not.
 
     Not as many means as the weight says that there are samples: these may be the samples' own. With
-    a weight of 1 it may be a mean over one sample's numbers.
+    a weight of 1 it may be a mean over one sample's numbers; it is warned of where `samples`, those
+    of the micro-batch, are known to be more.
     """
     total: Any = loss.total
     means = averaged_by(total.grad_fn)
     weight = float(loss.weight) if means else 0.0  # waits for the device, so only if need be
+    if means and weight == 1.0 and samples is not None and samples > 1:
+        warn(
+            f"Loss.total is a mean, made by {means[0]}, and Loss.weight is 1 for a micro-batch of "
+            "several samples: micro-batches of all sizes count alike, so updates depend on how a "
+            "batch is split. Give the sum, with reduction='sum', and the number of samples or "
+            "tokens as the weight",
+            kind="a mean with a weight of 1",
+        )
     if not means or weight in (1.0, float(len(means))):
         return ""
     return (

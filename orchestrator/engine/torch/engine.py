@@ -54,6 +54,7 @@ from orchestrator.engine.torch.model import (
     be_deterministic,
     build_optimizer,
     check_optimizer,
+    compiled_advice,
     doubled,
     frozen_modules,
     in_evaluation,
@@ -650,6 +651,8 @@ class TorchEngine(Engine):
 
     def warnings(self, micro_batches: int | None = None) -> list[str]:
         advices = advice(self.model, ranks=self._group.size, micro_batches=micro_batches)
+        if self._reproducible:
+            advices += compiled_advice(self.model)
         return [*self._warnings, *advices]
 
     # ------------------------------------------------------------------ another group

@@ -420,6 +420,26 @@ def advice(model: Module, *, ranks: int, micro_batches: int | None) -> list[str]
     return advices
 
 
+def compiled_advice(model: Module) -> list[str]:
+    """Return a sentence for reproducible mode about a compiled model, unless by `dynamic=False`.
+
+    After a second size of inputs torch compiles code for all sizes, and may use it for both.
+    """
+    for layer in model.modules():
+        # The context of torch.compile() is not public; of model.compile() there is none to ask.
+        context = getattr(layer, "dynamo_ctx", None)
+        if getattr(context, "_dynamic", None) is not False and (
+            context is not None or getattr(layer, "_compiled_call_impl", None) is not None
+        ):
+            sentence = (
+                "the model is compiled, so with leaves of two sizes their bits may depend on which "
+                "size a process met first: use torch.compile(..., dynamic=False) and "
+                "accumulation.ragged=drop, or leave it out"
+            )
+            return [sentence]
+    return []
+
+
 # ------------------------------------------------------------------ Optimizers
 
 

@@ -115,7 +115,8 @@ def check_samples(
     """Check that a job's samples and losses do not depend on how a batch is split. Not collective.
 
     Warns of random numbers that `collate` draws. A loss with random numbers of its own, and a
-    compiled model, are not compared, nor is a job that declares it or has `embed`.
+    compiled model, are not compared, which is warned of; nor is a job that declares it or has
+    `embed`.
 
     Args:
         indices: of the samples of a micro-batch.
@@ -148,7 +149,13 @@ def check_samples(
         )
     compiled = any(type(layer).__name__ == "OptimizedModule" for layer in model.modules())
     declared = getattr(job, "talks_in_window", False) or getattr(job, "batch_dependent", False)
-    if compiled or declared or len(samples) < 2 or is_coupled(job):
+    if declared or len(samples) < 2 or is_coupled(job):
+        return False
+    if compiled:
+        warn(
+            f"the model is compiled, so it was not checked whether {name}.loss() is a sum over "
+            "samples; leave torch.compile out of one short run, which checks it"
+        )
         return False
     probe = _Probe(job, collate, samples, device, seed, norm)
     computed, failure = False, ""
@@ -167,6 +174,11 @@ def check_samples(
     if not computed or probe.not_finite:
         failure = failure if not computed else f"of {len(samples)} samples is not finite"
         warn(f"{name}.loss() {failure}, so it was not checked whether it is a sum")
+    elif probe.random:
+        warn(
+            f"{name}.loss() draws random numbers, so it was not checked whether loss() is a sum "
+            "over samples; leave them out of one short run, which checks it"
+        )
     return False
 
 
@@ -210,6 +222,7 @@ class _Probe:
 
     Attributes:
         not_finite: a loss of the latest comparison was NaN or infinite.
+        random: the same samples have had another loss when computed again.
         seen: why the latest comparison was refused.
     """
 
@@ -224,7 +237,7 @@ class _Probe:
     ) -> None:
         self._job, self._collate, self._samples = job, collate, samples
         self._device, self._seed, self._norm = device, seed, norm
-        self.not_finite, self.seen = False, ""
+        self.not_finite, self.random, self.seen = False, False, ""
         self._narrowest = _NarrowestDtype()
         self._halves: list[tuple[list[Any], _Computed]] = []
 
@@ -240,6 +253,7 @@ class _Probe:
                 return self._compare(way)
             except _NoSumError as difference:
                 if self._is_random(way):
+                    self.random = True
                     return False
                 self.seen = str(difference)
         replaced = (
@@ -302,7 +316,10 @@ class _Probe:
         computed = (whole, again, turned, left, right, *alone, twice)
         self.not_finite = not all(computation.is_finite() for computation in computed)
         tolerance = self._tolerance(way)
-        if not whole.is_finite() or _differ(whole.total, [again.total], tolerance):
+        if not whole.is_finite():
+            return False
+        if _differ(whole.total, [again.total], tolerance):
+            self.random = True
             return False
         # The order of samples changes rounding alone, which shows how large that is here; where it
         # changes more, the loss depends on it.

@@ -384,11 +384,12 @@ class MicroBatchTracker:
     Attributes:
         taken: micro-batches of this window that were handed out so far, in this pass over them.
         computed: micro-steps of it so far.
+        samples: of the micro-batch that was taken last.
     """
 
     def __init__(self, stop: Callable[[], bool]) -> None:
         self.stop_requested = stop
-        self.taken = self.computed = 0
+        self.taken = self.computed = self.samples = 0
         self.report: BoundaryReport | None = None
         self._where: str | None = "before the first window"  # None within one
         self._update, self._total = -1, 0

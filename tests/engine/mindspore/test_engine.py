@@ -450,6 +450,25 @@ def test_the_frameworks_own_style_refuses_unequal_micro_batches_and_other_weight
         update(built(ByWeight(), style="framework"), [15, 15])
 
 
+class LaterMasked(ByWeight):
+    """Samples from the 46th on count nothing."""
+
+    def dataset(self):
+        return [(x, y, float(i < 45)) for i, (x, y, _) in enumerate(super().dataset())]
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_the_frameworks_own_style_checks_the_weight_of_each_micro_batch(first):
+    engine = built(LaterMasked(), style="framework")
+    masked = [(30, 15), (45, 15)]
+    if not first:
+        update(engine, [15, 15])
+    before = weights(engine)
+    with pytest.raises(JobError, match=r"Loss\.weight is 0 for 15 samples in update 1"):
+        run(engine, [make_window(1, masked, rate=RATE)])
+    assert _distance(weights(engine), before) == 0
+
+
 def test_layers_that_depend_on_the_split_are_named():
     warnings = advice(nn.SequentialCell([nn.Dense(2, 2), nn.BatchNorm1d(2), nn.Dropout(p=0.5)]))
     assert "batch norm in 1 sees one micro-batch at a time" in warnings[0]

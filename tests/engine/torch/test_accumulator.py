@@ -297,6 +297,53 @@ def test_an_expected_weight_that_cannot_be_one_is_refused():
         ours.record(_loss(model))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weight", [200.0, 3000.0, 1e8])
+def test_expected_weight_does_not_round_gradients_in_half_precision(dtype, weight):
+    def gradient(expected_weight):
+        parameter = nn.Parameter(torch.ones(4, dtype=dtype))
+        optimizer = torch.optim.SGD([parameter], lr=0.0)
+        accumulator = Accumulator([parameter], optimizer, TorchGroup.alone())
+        accumulator.begin_window(expected_weight=expected_weight)
+        accumulator.backward(Loss((parameter * 96).sum(), weight=weight))
+        accumulator.boundary()
+        return accumulator.buffers.flat_grads[0]
+
+    exact = torch.full((4,), 96 / weight)
+    assert torch.allclose(gradient(weight), exact, rtol=1e-6, atol=0.0)
+    assert torch.allclose(gradient(None), exact, rtol=1e-6, atol=0.0)
+
+
+def test_half_precision_total_whose_factor_is_rounded_is_warned_of():
+    """Autocast of the user's own is not known when a window begins."""
+    for dtype, weight in ((torch.bfloat16, 200.0), (torch.bfloat16, 256.0), (torch.float32, 200.0)):
+        ours, model = _accumulator()
+        ours.begin_window(expected_weight=weight)
+        with warnings.catch_warnings(record=True) as records:
+            warnings.simplefilter("always")
+            ours.backward(Loss(_loss(model).total.to(dtype), weight=200))
+        is_rounded = dtype == torch.bfloat16 and weight == 200.0
+        assert ["factor of its gradient (0.005)" in str(r.message) for r in records] == (
+            [True] * is_rounded
+        )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "most"), [(torch.bfloat16, "256"), (torch.float16, "2048"), (torch.float32, "")]
+)
+def test_counts_in_half_precision_are_warned_of(dtype, most):
+    ours, model = _accumulator(metric_names=("right",))
+    count = torch.ones(4, dtype=dtype).sum()
+    with warnings.catch_warnings(record=True) as records:
+        warnings.simplefilter("always")
+        ours.backward(Loss(_loss(model).total, weight=count, metrics={"right": count * 1}))
+    sentences = [str(record.message) for record in records]
+    figures = ("Loss.weight", "Loss.metrics['right']") if most else ()
+    for figure, sentence in zip(figures, sentences, strict=True):
+        assert f"{figure} is a {str(dtype)[6:]} number" in sentence
+        assert f"whole numbers up to {most} only" in sentence
+
+
 def test_a_window_that_could_not_begin_keeps_nothing_of_the_one_before():
     ours, model = _accumulator()
     ours.backward(_loss(model))

@@ -101,10 +101,39 @@ def checked(monkeypatch):
     return check
 
 
-@pytest.mark.parametrize("job", [Base, Weighted, Noisy, Padded, Penalty, Accepted])
+@pytest.mark.parametrize("job", [Base, Weighted, Padded, Penalty, Accepted])
 @pytest.mark.parametrize("samples", [1, 2, 3, 6])
-def test_sums_pass_and_so_does_what_cannot_be_compared_or_is_declared(checked, job, samples):
+def test_sums_pass_and_so_does_what_is_declared(checked, job, samples):
     assert checked(job(), samples) == []
+
+
+class Compiled(Quadratic):
+    def model(self):
+        return torch.compile(super().model(), backend="eager")
+
+
+class DeclaredNoisy(Noisy):
+    batch_dependent = True
+
+
+class DeclaredCompiled(Compiled):
+    batch_dependent = True
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 6])
+@pytest.mark.parametrize(
+    ("job", "declared", "reason"),
+    [
+        (Noisy, DeclaredNoisy, "loss() draws random numbers, so it was not checked whether"),
+        (Compiled, DeclaredCompiled, "the model is compiled, so it was not checked whether"),
+    ],
+)
+def test_loss_that_cannot_be_compared_is_warned_of_unless_declared(
+    checked, job, declared, reason, samples
+):
+    [sentence] = checked(job(), samples)
+    assert reason in sentence
+    assert checked(declared(), samples) == []
 
 
 @pytest.mark.parametrize("job", [Quadratic, MeanOfMeans, PaddingCounts])

@@ -2,6 +2,7 @@
 
 import random
 from collections import UserDict
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -143,6 +144,37 @@ def test_small_questions_have_plain_answers():
     assert engine.peak_memory_bytes() > 2**20
     assert engine.warnings() == []
     assert versions()["torch"] == torch.__version__
+
+
+class Compiled(Curve):
+    def __init__(self, compile_model):
+        super().__init__()
+        self.compile_model = compile_model
+
+    def model(self):
+        return self.compile_model(super().model())
+
+
+def _compiled_in_place(model):
+    model.compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("compile_model", "reduction", "is_warned"),
+    [
+        (partial(torch.compile, backend="eager"), "reproducible", True),
+        (_compiled_in_place, "reproducible", True),
+        (partial(torch.compile, backend="eager", dynamic=False), "reproducible", False),
+        (partial(torch.compile, backend="eager"), "fast", False),
+        (lambda model: model, "reproducible", False),
+    ],
+)
+def test_reproducible_mode_warns_of_code_compiled_for_all_sizes(
+    compile_model, reduction, is_warned
+):
+    sentences = engine_of(Compiled(compile_model), reduction=reduction).warnings()
+    assert ["dynamic=False" in sentence for sentence in sentences] == [True] * is_warned
 
 
 def test_ranks_on_other_machines_are_named():

@@ -300,6 +300,7 @@ def test_a_collective_within_an_evaluation_is_refused():
     on(2, Talking, HeldOutData({"": Curve().dataset()}), rank)
 
 
+@pytest.mark.filterwarnings(r"ignore:Drawing.loss\(\) draws random numbers:UserWarning")
 def test_random_numbers_of_samples_and_losses_follow_from_their_place():
     class Drawing(Curve):
         augments = True
