@@ -95,13 +95,23 @@ def _register(name: str, function: Callable[..., Any], **settings: Any) -> None:
     app.command(name, epilog=attached.epilog, **settings)(_guarded(function))
 
 
+def _declares(parameter: inspect.Parameter, option: str) -> bool:
+    """Return whether a verb's parameter is an option of that name."""
+    settings = getattr(parameter.annotation, "__metadata__", ())
+    return any(option in (getattr(each, "param_decls", None) or ()) for each in settings)
+
+
 def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a verb whose errors become one message and an exit code; with `-v`, a traceback too.
 
     `-v` is added here to the verbs that do not read it themselves.
     """
-    own_parameters = inspect.signature(function).parameters
-    adds_verbose = settings_of(function).adds_verbose and "verbose" not in own_parameters
+    own_parameters = inspect.signature(function, eval_str=True).parameters
+    adds_verbose = (
+        settings_of(function).adds_verbose
+        and "verbose" not in own_parameters
+        and not any(_declares(parameter, "-v") for parameter in own_parameters.values())
+    )
 
     @functools.wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:

@@ -14,6 +14,17 @@ STOP_REQUEST = signal.SIGUSR1
 """What `orchestrator cancel` sends to a launcher: a second one asks for nothing more."""
 COUNTED_ONCE = (STOP_REQUEST, signal.SIGHUP)
 
+
+def catches(pid: int, number: int) -> bool:
+    """Return whether a process has a handler for a signal, which may end it otherwise."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:  # noqa: PTH123
+            caught = next(line for line in file if line.startswith("SigCgt:"))
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
 # ------------------------------------------------------------------ before there is a run
 
 

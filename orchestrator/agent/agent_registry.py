@@ -19,6 +19,7 @@ from orchestrator.agent.links import Peer, Port, probe_ports
 from orchestrator.agent.liveness import BEAT_S
 from orchestrator.agent.node_spec import NodeSpec, agent_file
 from orchestrator.agent.root_cause import NODE_WENT_AWAY
+from orchestrator.errors import RunFolderError
 from orchestrator.rundir.folder import RunDir
 
 COME_S = 2.0
@@ -124,8 +125,8 @@ class AgentRegistry:
     def check(self, now: float, silence_s: float, *, formed: bool) -> list[AgentLoss]:
         """Find agents that have ended, are silent, or did not connect in time.
 
-        Once in each turn. It only finds them: reading files may fail, and must not hide a loss from
-        the caller, who calls `lose`.
+        Once in each turn. It only finds them; the caller calls `lose`. A file with an address that
+        cannot be read decides nothing.
 
         Args:
             silence_s: for how long an agent may be silent.
@@ -222,7 +223,11 @@ class AgentRegistry:
         unread = (agent for agent in agents if agent.peer is None)
         for agent in islice(unread, self._reads_left):
             self._reads_left, self._read_at = self._reads_left - 1, now
-            agent.peer = agent_file(self._run, self._spec.attempt, agent.index)
+            try:
+                agent.peer = agent_file(self._run, self._spec.attempt, agent.index)
+            except (OSError, RunFolderError):  # it is read again; until then silence decides
+                agent.probed = now
+                continue
             if agent.peer is None:  # nothing that could be probed
                 agent.probed, agent.port = now, Port.SILENT
 

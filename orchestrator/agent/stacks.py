@@ -31,6 +31,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from orchestrator.interrupt import catches
 from orchestrator.rundir.files import read_end
 
 STACK_SIGNAL = signal.SIGQUIT
@@ -109,16 +110,6 @@ def describe_stack(stack: Sequence[Frame]) -> str:
     return text
 
 
-def catches(pid: int) -> bool:
-    """Return whether a process has a handler for `STACK_SIGNAL`, which would kill it otherwise."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
-    return bool(int(caught.split()[1], 16) >> (STACK_SIGNAL - 1) & 1)
-
-
 class ProcessStacks:
     """Request for the stacks of some of a rank's processes, by `STACK_SIGNAL`.
 
@@ -130,7 +121,7 @@ class ProcessStacks:
     """
 
     def __init__(self, pids: Iterable[int], log: Path) -> None:
-        self._pending, self._log = deque(pid for pid in pids if catches(pid)), log
+        self._pending, self._log = deque(pid for pid in pids if catches(pid, STACK_SIGNAL)), log
         self._until = time.monotonic() + ANSWER_S
         self._request: tuple[int, int, float] | None = None  # pid, size of the log, time
         self._answers = 0

@@ -46,11 +46,11 @@ from orchestrator.agent.stacks import (
     STACK_SIGNAL,
     ProcessStacks,
     as_lines,
-    catches,
     describe_stack,
 )
 from orchestrator.agent.topology import INCARNATION_VARIABLE
 from orchestrator.errors import EXIT_FAILED
+from orchestrator.interrupt import catches
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import failure_record
 from orchestrator.rundir.warnings import warn_of
@@ -485,7 +485,7 @@ class Workers:
         """
         self._keeps_positions = True
         for worker in self.alive if stacks else ():
-            if catches(worker.pid):  # without the handler the signal would end it
+            if catches(worker.pid, STACK_SIGNAL):  # without the handler the signal would end it
                 os.kill(worker.pid, STACK_SIGNAL)
 
     # ------------------------------------------------------------------ send and end

@@ -16,6 +16,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 from orchestrator.errors import ClusterError, RunFolderError
+from orchestrator.interrupt import STOP_REQUEST, catches
 from orchestrator.rundir.files import open_nofollow
 from orchestrator.rundir.folder import RunDir
 
@@ -115,7 +116,9 @@ def signal_holder(run: RunDir, *numbers: signal.Signals) -> None:
             if not _has_open(pid, lock):
                 raise unsure
             for number in numbers:
-                signal.pidfd_send_signal(process, number)
+                # A launcher of older code would be killed by `STOP_REQUEST`.
+                is_known = number != STOP_REQUEST or catches(pid, number)
+                signal.pidfd_send_signal(process, number if is_known else signal.SIGINT)
         finally:
             os.close(process)
     finally:

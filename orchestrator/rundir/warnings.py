@@ -79,9 +79,11 @@ class _RankWarnings:
                 return
             self._kinds.add(kind)
             self._unwritten.append(_line(self._rank, sentence, kind, about))
+            # A program's own output may be closed, a broken pipe, or ASCII, which ends no run.
+            with contextlib.suppress(OSError, ValueError):
+                print(f"warning: {sentence}", flush=True)  # noqa: T201  # the rank's own log
             # On a full disk the rest is tried again with the next warning.
             with contextlib.suppress(OSError, RunFolderError):
-                print(f"warning: {sentence}", flush=True)  # noqa: T201  # the rank's own log
                 _append(self._path, self._unwritten)
 
 

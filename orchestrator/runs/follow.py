@@ -187,14 +187,22 @@ def handle_of(run: RunDir) -> Handle:
     return class_of(kind_of(run)).handle(run) if run.handle.exists() else LauncherHandle(run)
 
 
+class _Stopped(Exception):
+    """Nothing more is to be shown, though the folder cannot be read yet."""
+
+
 @dataclass(kw_only=True, slots=True)
 class _Reading:
     """Reads what is shown of a run, which must not end it: a file that cannot be read now, as over
     a network that fails for a moment, is read again for some time; one that is damaged or a link
     is not shown. Says so once.
+
+    Args:
+        stop: called between two tries; once it returns true nothing more is awaited.
     """
 
     output: OutputOptions
+    stop: Callable[[], bool] = lambda: False
     has_failed: bool = False
 
     def __call__(self, action: Callable[[], T], otherwise: T) -> T:
@@ -202,9 +210,10 @@ class _Reading:
 
         Raises:
             OSError, RunFolderError: the file is there, but could not be read for some time.
+            _Stopped: `stop` returned true meanwhile.
         """
         try:
-            return await_readable(action, self.note)
+            return self.patiently(action)
         except (OSError, RunFolderError) as error:
             if is_unreadable_now(error):
                 raise
@@ -212,6 +221,22 @@ class _Reading:
                 self.has_failed = True
                 self.note(f"warning: {error}; what is shown here lacks it until it can be read")
             return otherwise
+
+    def patiently(self, action: Callable[[], T]) -> T:
+        """Return what `action` reads. Raises as `__call__` does, and where nothing can be read."""
+
+        def attempt() -> T:
+            try:
+                return action()
+            except (OSError, RunFolderError):
+                is_stopped = False
+                with contextlib.suppress(OSError, RunFolderError):
+                    is_stopped = self.stop()
+                if is_stopped:
+                    raise _Stopped from None
+                raise
+
+        return await_readable(attempt, self.note)
 
     def note(self, sentence: str) -> None:
         self.output.note(sentence, "yellow", prose=True)
@@ -236,8 +261,9 @@ def watch(
 
     Raises:
         OSError, RunFolderError: the folder could not be read for some time.
+        _Stopped: `stop` returned true while it could not be read.
     """
-    reading = _Reading(output=output)
+    reading = _Reading(output=output, stop=stop)
     plan = reading(run.read_plan, {})
     config: dict[str, Any] = reading(run.read_config, {})
     tail = reading(lambda: Tail(run.metrics, recent), Tail(run.metrics))
@@ -251,7 +277,7 @@ def watch(
         best = reading(lambda: _best_before(run, keep_best), BestSoFar(keep_best))
     with Progress(plan, output.console, output.quiet, output.verbose, best=best) as progress:
         while True:
-            state = await_readable(partial(handle.poll, POLL_S), reading.note)
+            state = reading.patiently(partial(handle.poll, POLL_S))
             current = reading(lambda: run.latest_attempt, attempt)
             if current != attempt:
                 attempt = current
@@ -282,7 +308,8 @@ def follow(handle: Handle, run: RunDir, output: OutputOptions, *, recent: int = 
     """
     state = await_readable(partial(handle.poll, 0.0))
     if not state.ended:
-        state = watch(handle, run, output, lambda: interrupts.count > 0, recent)
+        with contextlib.suppress(_Stopped):
+            state = watch(handle, run, output, lambda: interrupts.count > 0, recent)
     if not state.ended:
         say(
             output.console,
@@ -384,7 +411,10 @@ def _attempt(ready: PreparedRun, number: int) -> tuple[State, bool, Culprit | No
         if interrupts.count and not stopping:
             stopping = True
             handle.stop()
-            how = _Reading(output=ready.output)(partial(describe_stop, ready.run), "is to stop")
+            try:
+                how = describe_stop(ready.run)
+            except (OSError, RunFolderError):  # which no stop waits for
+                how = "is asked to stop"
             sentence = f"the run {how}; once more ends every process at once"
             say(ready.output.console, sentence, "yellow")
         if interrupts.count > 1:
@@ -414,10 +444,14 @@ def _watch_patiently(handle: Handle, ready: PreparedRun, stop: Callable[[], bool
     while True:
         try:
             return watch(handle, ready.run, ready.output, stop)
+        except _Stopped:
+            with contextlib.suppress(OSError, RunFolderError):
+                return handle.poll(0.0)
+            return State.RUNNING
         except (OSError, RunFolderError) as error:
             if not is_unreadable_now(error):
                 raise
-            sentence = f"{error}; the run goes on, and is shown again once its folder can be read"
+            sentence = f"{error}; this ends no rank: the run is shown again once it can be read"
             say(ready.output.console, sentence, "bold red", prose=True)
         with contextlib.suppress(OSError, RunFolderError):
             if stop():

@@ -95,8 +95,9 @@ class LocalCapacity:
 
 POLL_S = 0.1
 LEAVE_S = 10.0  # given to a point to end its ranks before it is killed itself
-# An interrupt is forwarded as signals of different kinds, so that both are delivered.
-FORWARDED = (signal.SIGINT, signal.SIGTERM)
+# An interrupt is forwarded as signals of different kinds, so that both are delivered. The first one
+# asks for nothing more of a point that was asked to stop already.
+FORWARDED = (STOP_REQUEST, signal.SIGTERM)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,7 +192,7 @@ class LocalQueue:
         pipe, its_end = Pipe(duplex=False)
         sys.stdout.flush()
         sys.stderr.flush()
-        counted = {*FORWARDED, STOP_REQUEST}
+        counted = {*FORWARDED, signal.SIGINT}
         before = signal.pthread_sigmask(signal.SIG_BLOCK, counted)  # until it counts them itself
         try:
             body = partial(

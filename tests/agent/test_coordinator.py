@@ -129,6 +129,16 @@ def lose(attempt, rank, incarnation=0):
     return [(start["rank"], start["incarnation"]) for _, start in attempt.commands_of("start")]
 
 
+def test_an_address_that_cannot_be_read_keeps_no_loss_from_the_others(tmp_path):
+    attempt = Attempt(tmp_path, nodes=4)
+    (attempt.run.attempt(0) / "agent-00003.json").write_text("torn")
+    attempt.coordinator.agent_disconnected(3)
+    attempt.end(1, status=-9)
+    for _ in range(200):
+        attempt.tick(0.05)
+    assert attempt.newest["members"] == [0, 2]
+
+
 def test_the_first_generation_begins_when_all_workers_are_ready(tmp_path):
     attempt = Attempt(tmp_path, begin=False)
     for index in range(3):

@@ -293,7 +293,7 @@ def test_any_control_group_is_read_or_passed_over(tmp_path, groups, group, event
 def test_stacks_of_many_processes_take_no_longer_than_those_of_a_few(tmp_path, monkeypatch, log):
     (tmp_path / "log").touch()
     now, asked = 0.0, []
-    monkeypatch.setattr(stacks, "catches", lambda pid: True)
+    monkeypatch.setattr(stacks, "catches", lambda *_: True)
     monkeypatch.setattr(stacks.os, "kill", lambda pid, _: asked.append(pid))
     monkeypatch.setattr(stacks.time, "monotonic", lambda: now)
     request = stacks.ProcessStacks(range(100), tmp_path / log)

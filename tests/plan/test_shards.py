@@ -131,12 +131,12 @@ def test_shard_that_ends_early():
         ((), 1, 0, "lengths 0"),
         ((0, 0), 1, 0, "lengths 0"),
         ((3, -1), 1, 2, "lengths 0"),
-        ((3,), 0, 3, "lanes 1 0"),
-        ((2, 3), 1, 6, "samples 5 6"),
+        ((3,), 0, 3, "lanes shards 1 0"),
+        ((2, 3), 1, 6, "shards 5 samples 6"),
     ],
 )
 def test_shards_that_cannot_be_are_refused(lengths, lanes, samples, names):
-    with refused(PlanError, f"shards {names}"):
+    with refused(PlanError, names):
         DataOrder(dataset_samples=samples, global_batch=2, shards=Shards(lengths, lanes))
 
 

@@ -111,6 +111,16 @@ def test_a_loop_of_a_run_that_only_accumulates_warns_in_the_run(tmp_path):
     assert "batch norm" not in done.stderr
 
 
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_programs_output_that_takes_no_warning_ends_nothing(tmp_path, closes):
+    path = tmp_path / "warnings-00000.jsonl"
+    program = "import sys; from orchestrator.rundir.warnings import warn; "
+    program += "sys.stdout.close(); " * closes + "warn('größe')"
+    variables = {**os.environ, WARNINGS: str(path), RANK: "0", "PYTHONIOENCODING": "ascii"}
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=variables, check=True)
+    assert [warned.sentence for warned in read_warnings(tmp_path)] == ["größe"]
+
+
 def test_without_a_run_a_warning_is_pythons():
     program = "from orchestrator.rundir.warnings import warn; warn('in a program of my own')"
     done = subprocess.run(

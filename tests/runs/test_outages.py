@@ -12,6 +12,7 @@ from orchestrator.api import Sweep, open_run
 from orchestrator.clusters.api import Handle, Request, State
 from orchestrator.config.composer import compose
 from orchestrator.errors import RunFolderError
+from orchestrator.interrupt import interrupts
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.lock import locked
 from orchestrator.runs.follow import OutputOptions, PreparedRun, _attempt
@@ -102,4 +103,33 @@ def test_a_folder_that_cannot_be_shown_ends_no_ranks(tmp_path, outage, monkeypat
     outage[run.path] = 4  # the first one is that of the messages about the run
     assert _attempt(ready, 0) == (State.FINISHED, False, None)
     assert not ranks.killed
-    assert screen.text.count("the run goes on, and is shown again") == 3
+    assert screen.text.count("the run is shown again once it can be read") == 3
+
+
+def test_a_stop_during_an_outage_reaches_the_ranks_at_once(tmp_path, monkeypatch):
+    events = []
+
+    class Unreadable(Handle):
+        def poll(self, timeout_s):
+            events.append("poll")
+            interrupts.count = {1: 1, 4: 2}.get(events.count("poll"), interrupts.count)
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+        def stop(self):
+            events.append("stop")
+
+        def kill(self):
+            events.append("kill")
+
+    run, screen = maker(tmp_path)("a"), Screen(width=1000)
+    cluster = SimpleNamespace(
+        config=compose([]), submit=lambda _: Unreadable(), request=lambda *_: None, attended=True
+    )
+    request = Request(run=run.path, attempt=0, nodes=1, ranks_per_node=1)
+    ready = PreparedRun(
+        run=run, cluster=cluster, request=request, output=OutputOptions(console=screen)
+    )
+    monkeypatch.setattr("orchestrator.rundir.files.READ_POLL_S", 0.01)
+    monkeypatch.setattr(interrupts, "count", 0)
+    assert _attempt(ready, 0) == (State.STOPPED, True, None)
+    assert events == ["poll", "stop", "poll", "poll", "poll", "poll", "kill"]
