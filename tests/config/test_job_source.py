@@ -78,7 +78,7 @@ def test_what_is_a_job_or_may_be_one_passes_without_being_imported(package, name
 @pytest.mark.parametrize(
     ("dotted", "names"),
     [
-        ("Digits", "Digits module.Class"),
+        ("Digits", "module.Class Digits"),
         ("nowhere.jobs.Good", "nowhere.jobs"),
         ("theirs.jobz.Good", "theirs.jobz"),
         ("theirs.jobs.Gud", "Gud Good"),

@@ -270,7 +270,7 @@ def test_too_few_micro_steps_by_length_are_refused():
     with refused(PlanError, MEASURED):
         make_plan(**values, micro_tokens=tokens + 1)
     few = {"dataset_samples": 3, "lengths": np.full(3, 8), "global_batch": 3}
-    with refused(PlanError, f"{MEASURED} 3 ranks"):
+    with refused(PlanError, "accumulation.balance=measured 3 ranks accumulation.balance=even"):
         make_plan(**values | few, micro_tokens=64)
 
 

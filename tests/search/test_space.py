@@ -66,7 +66,7 @@ def test_alternatives_are_drawn_in_the_words_of_the_line():
         ("a=int(interval(1.2,1.9))", "both 1"),
         ("a=interval(-inf,1)", "finite"),
         ("a=interval(0,nan)", "finite"),
-        ("a=tag(log,interval(0,1))", "logarithms 0 above 0"),
+        ("a=tag(log,interval(0,1))", "logarithms above 0"),
         ("a=tag(log,range(1,9))", "interval(…)"),
         ("a=tag(fast,interval(1,2))", "tag fast known log"),
         ("a=shuffle(1,2,3)", "shuffled"),
