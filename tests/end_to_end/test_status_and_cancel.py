@@ -92,8 +92,8 @@ def test_a_run_that_is_cancelled_again_while_it_stops_still_saves_its_checkpoint
     process, hold = begin_held(run, 2, LIGHT, SMALL, "train.updates=20")
     request_stop(run, lambda: verb("cancel", run, code=0))
     assert "next update boundary" in verb("cancel", run, code=0).stdout
-    # The launcher shows a warning just before it looks at its signals. If it took the second one for
-    # an order to end at once, it would obey then, whatever the ranks do.
+    # The launcher shows a warning just before it looks at its signals. If it took the second one
+    # for an order to end at once, it would obey then, whatever the ranks do.
     warn_of(RunDir(run).warnings(0, 0), 0, "a later warning")
     assert any("a later warning" in line for line in process.stdout)
     hold.release()
