@@ -46,6 +46,17 @@ SAYS = """\
 exit {code}
 """
 
+# For a child of the script: to wait for something for as long as that lives, as for its watcher,
+# which ignores USR2 soon after it is forked.
+AWAIT = """\
+await() { until "$@"; do kill -0 $PPID || exit; sleep 0.1; done; }
+has_watcher() {
+    read -r watcher ignored _ < <(
+        ps -o pid=,ignored=,stat= --ppid $PPID | grep -vw $$ | grep -v Z
+    ) && ((0x$ignored & 0x800))
+}
+"""
+
 
 PLAIN = compose(["+cluster=slurm"])
 
@@ -134,7 +145,7 @@ def test_a_stopped_script_srun_or_last_step_is_continued(tmp_path, monkeypatch):
     def stop(run: RunDir) -> None:
         for name, stopped in (("srun", "$PPID $$"), ("python", "$PPID $$")):
             with (tmp_path / name).open("a") as program:
-                program.write(f"kill -STOP {stopped}; exit 4\n")
+                program.write(f"{AWAIT}\nawait has_watcher; kill -STOP {stopped}; exit 4\n")
             text = (tmp_path / name).read_text().replace("exit 0\n", "", 1)
             (tmp_path / name).write_text(text)
 
@@ -172,12 +183,8 @@ def test_a_signal_to_all_processes_of_the_job_leaves_the_watcher_of_srun(tmp_pat
 #!/bin/bash
 case "$*" in *--overlap*) touch {again}; exit;; esac
 trap '' USR2
-await() {{ until "$@"; do kill -0 $PPID || exit; sleep 0.1; done; }}
-ignores_usr2() {{
-    read -r watcher ignored < <(ps -o pid=,ignored= --ppid $PPID | grep -vw $$) &&
-        ((0x$ignored & 0x800))
-}}
-await ignores_usr2  # before, the script has just forked it
+{AWAIT}
+await has_watcher
 kill -USR2 $PPID $watcher
 echo n2 >"{run.attempts}/003/start-agent-00002"
 await [ -e {again} ]
