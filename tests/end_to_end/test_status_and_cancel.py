@@ -6,11 +6,12 @@ import pty
 import re
 import signal
 import subprocess
-import time
 
 import pytest
 
+from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import Culprit, State, write_result
+from orchestrator.rundir.warnings import warn_of
 from tests.helpers import (
     LIGHT,
     LIMIT_S,
@@ -91,7 +92,10 @@ def test_a_run_that_is_cancelled_again_while_it_stops_still_saves_its_checkpoint
     process, hold = begin_held(run, 2, LIGHT, SMALL, "train.updates=20")
     request_stop(run, lambda: verb("cancel", run, code=0))
     assert "next update boundary" in verb("cancel", run, code=0).stdout
-    time.sleep(1)  # a launcher that took it for an order to end at once would obey meanwhile
+    # The launcher shows a warning just before it looks at its signals. If it took the second one
+    # for an order to end at once, it would obey then, whatever the ranks do.
+    warn_of(RunDir(run).warnings(0, 0), 0, "a later warning")
+    assert any("a later warning" in line for line in process.stdout)
     hold.release()
     process.communicate(timeout=LIMIT_S)
     assert process.returncode == 3

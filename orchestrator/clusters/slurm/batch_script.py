@@ -199,7 +199,8 @@ second() {
 """)
 # Signals do not interrupt the wait for srun. An unresponsive node would keep srun from ending, so
 # srun is ended after the outcome is written. The watcher ends with the script, however that ends,
-# and by no signal to all processes of the job (scancel --full).
+# and by no signal to all processes of the job (scancel --full). It shows no
+# errors but those of a lost agent's step, which go to that step's log.
 WAIT = Shell("""\
 }
 # A node whose agent is lost, in a step that lives, gets another one (task.py asks for it).
@@ -212,7 +213,7 @@ start_lost_agents() {
             trap - @{TRAPPED}
             @{NODE_INDEX}=$index start_ranks --overlap --nodes=1 --ntasks=1 --nodelist="$node" \\
                 --output="$run/logs/node$((10#$index)).log"
-        } @{SRUN_LOG}>>"$run/attempts/$attempt/srun-$index.log" &
+        } @{SRUN_LOG}>>"$run/attempts/$attempt/srun-$index.log" 2>&@{SRUN_LOG} &
     done
 }
 # slurmctld may not know for minutes that the step before has ended: the next one overlaps it. Where

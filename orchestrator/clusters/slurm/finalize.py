@@ -617,7 +617,7 @@ def stop_reason(job: ScheduledJob, now: float, ahead_s: float, restarts: int = 0
     if job.restarts > restarts:
         return REQUEUED_BY_OTHERS
     # The end time of an ended or ending job is no limit.
-    left_s = job.ends_at - now if job.ends_at and job.state == "RUNNING" else None
+    left_s = job.ends_at - now if job.ends_at and job.at_work else None
     if job.reason == "TimeLimit" or (left_s is not None and left_s < ahead_s + MARGIN_S):
         return "near its time limit"
     return None

@@ -95,13 +95,17 @@ def queue(
     }
     client = SlurmClient(slurm_conf)
     with _noted(folder, note) as lock:
-        # From now on a job of this folder waits for its record; one that began before trains, and
-        # the note stays, by which it is found.
+        # From now on a job of this folder waits for its record; one that began before trains. The
+        # note of a run alone stays, by which its job is found. An array's script is a new one.
         begun = [run for run in _runs_of(folder, elements) if run.attempts_made() > attempt]
         if begun:
+            how = "`status` finds it"
+            if elements is not ALONE:
+                folder.submitting.unlink()
+                how = "`squeue --me` shows its number"
             raise ClusterError(
                 f"{begun[0].path}: an earlier job, whose answer was lost, has begun attempt "
-                f"{attempt} meanwhile, so no second one is queued; `status` finds it"
+                f"{attempt} meanwhile, so no second one is queued; {how}"
             )
         answer_lost = False  # sbatch was called, and may have queued the job
         unnumbered = ""  # the message of an sbatch that ended well, without a job's number

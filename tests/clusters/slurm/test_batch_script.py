@@ -46,6 +46,17 @@ SAYS = """\
 exit {code}
 """
 
+# For a child of the script: to wait for something for as long as that lives, as for its watcher,
+# which ignores USR2 soon after it is forked.
+AWAIT = """\
+await() { until "$@"; do kill -0 $PPID || exit; sleep 0.1; done; }
+has_watcher() {
+    read -r watcher ignored _ < <(
+        ps -o pid=,ignored=,stat= --ppid $PPID | grep -vw $$ | grep -v Z
+    ) && ((0x$ignored & 0x800))
+}
+"""
+
 
 PLAIN = compose(["+cluster=slurm"])
 
@@ -134,7 +145,7 @@ def test_a_stopped_script_srun_or_last_step_is_continued(tmp_path, monkeypatch):
     def stop(run: RunDir) -> None:
         for name, stopped in (("srun", "$PPID $$"), ("python", "$PPID $$")):
             with (tmp_path / name).open("a") as program:
-                program.write(f"kill -STOP {stopped}; exit 4\n")
+                program.write(f"{AWAIT}\nawait has_watcher; kill -STOP {stopped}; exit 4\n")
             text = (tmp_path / name).read_text().replace("exit 0\n", "", 1)
             (tmp_path / name).write_text(text)
 
@@ -172,12 +183,11 @@ def test_a_signal_to_all_processes_of_the_job_leaves_the_watcher_of_srun(tmp_pat
 #!/bin/bash
 case "$*" in *--overlap*) touch {again}; exit;; esac
 trap '' USR2
-until kill -USR2 $PPID $(ps -o pid= --ppid $PPID) && [ -e {tmp_path}/signalled ]; do
-    touch {tmp_path}/signalled
-    sleep 0.2
-done
+{AWAIT}
+await has_watcher
+kill -USR2 $PPID $watcher
 echo n2 >"{run.attempts}/003/start-agent-00002"
-for _ in {{1..100}}; do [ -e {again} ] || sleep 0.1; done
+await [ -e {again} ]
 """)
 
     Script(tmp_path, slurm_config(), before=signal_all)
@@ -377,6 +387,27 @@ def test_no_rank_starts_without_its_preamble(tmp_path, disk):
     assert f"<after><{script.run.path}><003><1>" in script.words("python")
     assert not script.words("srun")
     assert f"is {disk.folder} full on n0?" in script.done.stderr
+
+
+def test_no_lost_agent_is_started_again_without_its_preamble(tmp_path, disk):
+    def lose(run: RunDir) -> None:
+        attempt = run.attempts / "003"
+        (tmp_path / "srun").write_text(f"""\
+#!/bin/bash
+case "$*" in *--overlap*) touch {tmp_path}/again;; esac
+cat /dev/zero >{disk.folder}/filler 2>/dev/null
+echo n2 >"{attempt}/start-agent-00002"
+until grep -qs cluster.preamble "{attempt}/srun-00002.log" || [ -e {tmp_path}/again ]; do
+    kill -0 $PPID || exit
+    sleep 0.1
+done
+""")
+
+    config = slurm_config(preamble=["export A=of-the-preamble", f"# {'x' * 200_000}"])
+    script = Script(tmp_path, config, before=lose, TMPDIR=str(disk.folder))
+    assert "<003><0>" in script.words("python")
+    assert not (tmp_path / "again").exists()
+    assert f"is {disk.folder} full on n0?" in (script.run.attempt(3) / "srun-00002.log").read_text()
 
 
 SITE = "set -euo pipefail; set -fC"  # as in a BASH_ENV

@@ -225,7 +225,7 @@ def test_an_agent_that_was_stopped_and_lives_is_not_replaced(tmp_path):
     until(lambda: records(run), what="training")
     second = node_spec(run, nodes=2, index=1, incarnation=1)
     agent = node_process(run, "node1")
-    assert is_served(second)
+    until(lambda: is_served(second), what="the agent's first answer")
     agent.suspend()
     assert not is_served(second)
     agent.resume()
@@ -473,6 +473,7 @@ def test_a_failure_is_handed_back_as_often_as_is_allowed_since_a_person_asked(ru
             ScheduledJob(id="77", state="RUNNING", ends_at=1600.0 + MARGIN_S - 1),
             "near its time limit",
         ),
+        (ScheduledJob(id="77", state="SIGNALING", ends_at=1600.0), "near its time limit"),
         (ScheduledJob(id="77", state="RUNNING", ends_at=1600.0 + MARGIN_S), None),
         (ScheduledJob(id="77", state="RUNNING"), None),
         (ScheduledJob(id="77", state="FAILED", ends_at=990.0), None),  # that is when it ended

@@ -442,6 +442,17 @@ def test_no_job_is_queued_for_an_attempt_that_a_late_one_has_begun(tmp_path, say
     assert "job 7 was queued" in adopt(run)
 
 
+def test_no_array_is_queued_for_an_attempt_that_a_late_one_has_begun(tmp_path, say):
+    """Its script is a new one, by which the late array, of another script, is not found."""
+    sweep, calls = RunDir(tmp_path), say("sbatch", "8")
+    make_run(tmp_path / "0")
+    make_run(tmp_path / "1").begin_attempt()
+    with pytest.raises(ClusterError, match=r"begun attempt 0 .* `squeue --me` shows its number"):
+        queue(sweep, tmp_path / "arrays" / "001.sh", 0, None, ["0", "1"])
+    assert not calls()
+    assert not sweep.submitting.exists()
+
+
 def test_a_second_job_of_a_run_is_reported_with_its_number(submitted, say):
     second = queue_line(JobArrayID="9", Command=str(submitted.submitit / "000.sh"))
     own = queue_line(Command=str(submitted.submitit / "000.sh"))
