@@ -176,9 +176,19 @@ class Windows:
             update = None if self._window is None else self._window.update
             return asked or (update is not None and self._loop.wants_stop(update))
 
-        self._parts = [MicroBatchTracker(is_stop_requested) for _ in accumulators]
-        for accumulator, part in zip(accumulators, self._parts, strict=True):
-            accumulator.track_windows(part)
+        # All refusals that need no checkpoint come before the restore, and the accumulators are
+        # taken last: a corrected call may follow a refusal.
+        for accumulator in accumulators:
+            accumulator.refuse_tracked()
+        copies = {a.fully_sharded.shard_ranks for a in accumulators if a.fully_sharded}
+        if len(copies) > 1:
+            raise ConfigError("models that share windows must be sharded over the same ranks")
+        if options.balance != "even" and copies:
+            raise ConfigError(
+                f"balance={options.balance!r} is not available with a model that fully_shard() has "
+                "sharded: ranks of a copy compute in step; leave it out"
+            )
+        configured = _configured_callbacks(run)
         self.first, samples = options.first or 0, 0
         if checkpoints is not None:
             self.first, samples = checkpoints.restore(rank) or (0, 0)
@@ -193,16 +203,8 @@ class Windows:
         record: list[Callback] = [RunRecord(run, self.updates, accumulators[0].group.device)]
         if checkpoints is not None and rank == 0:
             record.append(checkpoints)
-        copies = {a.fully_sharded.shard_ranks for a in accumulators if a.fully_sharded}
-        if len(copies) > 1:
-            raise ConfigError("models that share windows must be sharded over the same ranks")
         speeds: Speeds | None = None
         group = accumulators[0].group
-        if options.balance != "even" and copies:
-            raise ConfigError(
-                f"balance={options.balance!r} is not available with a model that fully_shard() has "
-                "sharded: ranks of a copy compute in step; leave it out"
-            )
         if recorded_speeds:
             speeds = RecordedSpeeds(recorded_speeds)
         elif options.balance == "measured" and group.size > 1:
@@ -220,11 +222,14 @@ class Windows:
             windows=RankWindows(plan, rank, shard_ranks=next(iter(copies), ()), speeds=speeds),
             updates=self.updates,
             checkpoints=checkpoints,
-            callbacks=[*record, *options.callbacks, *_configured_callbacks(run)],
+            callbacks=[*record, *options.callbacks, *configured],
             progress=TrainingProgress(updates=self.first, samples=samples),
             checkpoint_every=options.checkpoint_every,
             trained=Trained(gradients=self._gradients),
         )
+        self._parts = [MicroBatchTracker(is_stop_requested) for _ in accumulators]
+        for accumulator, part in zip(accumulators, self._parts, strict=True):
+            accumulator.track_windows(part)
 
     def _gradients(self) -> dict[str, Tensor]:
         """Return the gradients of all accumulators by name; see `ShowsGradients`."""

@@ -199,6 +199,40 @@ def test_another_training_than_the_one_that_was_begun_is_refused(tmp_path, other
     assert Training(TorchGroup.alone(), **begun | {"updates": 4}).updates == [3]
 
 
+def _train(folder, updates):
+    """Train on one rank, to a checkpoint; return its model and accumulator."""
+    ours = sgd_accumulator(model := net())
+    how = {"global_batch": 16, "micro_batch": 4, "updates": updates, "checkpoints": folder}
+    for window in CurrentRun({}).windows(SAMPLES, ours, **how):
+        for piece in window:
+            backward(ours, model, piece)
+        ours.boundary()
+    return model, ours, how
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_after_a_refusal_the_corrected_call_is_allowed(tmp_path, ranks):
+    *_, how = _train(tmp_path, updates=5)
+
+    def rank(group):
+        ours, run = sgd_accumulator(net(), group), CurrentRun({})
+        with refused(ConfigError, "updates=3 updates=5"):
+            run.windows(SAMPLES, ours, **how | {"updates": 3})
+        return run.windows(SAMPLES, ours, **how | {"updates": 7}).first
+
+    assert run_in_threads(ranks, rank) == [5] * ranks
+
+
+def test_a_second_call_for_an_accumulator_restores_nothing(tmp_path):
+    model, ours, how = _train(tmp_path, updates=2)
+    with torch.no_grad():
+        model[0].weight += 1.0
+    before = numbers_of(model)
+    with refused(JobError, "run.windows()"):
+        CurrentRun({}).windows(SAMPLES, ours, **how)
+    assert numbers_of(model).equal(before)
+
+
 @pytest.mark.parametrize(
     ("name", "values"),
     [
