@@ -66,7 +66,7 @@ from orchestrator.engine.torch.model import (
     seed_everything,
 )
 from orchestrator.engine.torch.state import Snapshot, load_model, load_optimizer, pack
-from orchestrator.engine.torch.window_state import MicroBatchTracker
+from orchestrator.engine.torch.window_state import MicroBatchTracker, shown_error
 from orchestrator.errors import ConfigError, JobError, RunFolderError
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.recorded_speeds import SpeedChanges
@@ -323,6 +323,7 @@ class Windows:
 
     def _each(self) -> Iterator[UserWindow]:
         whole = applied = False
+        shown_before = shown_error()
         # The first call sets the handlers of signals, which from now on wait for a boundary.
         self._parts[0].stop_requested()
         try:
@@ -337,7 +338,7 @@ class Windows:
                 self._loop.end_window(report, learning_rate=rate)
             whole = True
         finally:
-            self._leave(whole=whole)
+            self._leave(whole=whole, failed=shown_error() != shown_before)
         if self._checkpoints is not None and self._checkpoints.unsaved is not None:
             raise RunFolderError(f"{self._checkpoints.unsaved}; make room, and go on")
         if len(self) and not (applied or self.first or self.stopping):
@@ -405,15 +406,17 @@ class Windows:
             bytes_on_wire=sum(report.bytes_on_wire for report in reports),
         )
 
-    def _leave(self, *, whole: bool) -> None:
-        """Stop tracking windows; warn if the loop was left by `break`."""
+    def _leave(self, *, whole: bool, failed: bool) -> None:
+        """Stop tracking windows; warn if the loop was left by `break`.
+
+        Args:
+            failed: an error of the loop was shown before this generator was closed.
+        """
         self.running = False
         self._run.release_signals()
         within = [part.leave() for part in self._parts]
         error = sys.exc_info()[1]
-        # `last_value`: an error that was shown before the interpreter's end closed this generator.
-        failed = getattr(sys, "last_value", None) or (error is not None and error.__context__)
-        if whole or failed or not isinstance(error, GeneratorExit):
+        if whole or failed or not isinstance(error, GeneratorExit) or error.__context__:
             return
         at = self._window.update if self._window is not None else self.first
         done = f"the loop over run.windows() was left after {at + (not any(within))} of "

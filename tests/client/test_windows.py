@@ -1,9 +1,11 @@
 """`run.windows`: the big batch's updates in a loop of one's own, wherever it was stopped."""
 
+import gc
 import json
 import os
 import random
 import signal
+import sys
 import warnings
 from types import SimpleNamespace
 
@@ -460,6 +462,26 @@ def test_after_a_backward_or_a_boundary_that_failed_the_way_out_is_one_that_exis
         ours.boundary()
     with pytest.raises(JobError, match=r"were computed, and boundary\(\) failed"):
         next(going)
+
+
+@pytest.mark.parametrize(("shown", "warned"), [("before", True), ("meanwhile", False)])
+def test_leaving_a_loop_is_warned_of_unless_an_error_was_shown_meanwhile(
+    monkeypatch, capsys, shown, warned
+):
+    """As in a notebook, which keeps `sys.last_value` for its life."""
+    monkeypatch.setattr(sys, "last_value", KeyError("of an earlier cell"), raising=False)
+    ours = sgd_accumulator(model := net())
+    loop = iter(CurrentRun({}).windows(SAMPLES, ours, global_batch=9, micro_batch=9))
+    backward(ours, model, next(iter(next(loop))))
+    if shown == "meanwhile":
+        monkeypatch.setattr(sys, "last_value", KeyError("of this loop"))
+    with warnings.catch_warnings(record=True) as records:
+        warnings.simplefilter("always")
+        loop.close()
+    assert any("was left after 0 of" in str(record.message) for record in records) == warned
+    del ours
+    gc.collect()
+    assert ("trained nothing: boundary() was not called" in capsys.readouterr().err) == warned
 
 
 def _two_models(group, folder, batch):
