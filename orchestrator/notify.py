@@ -122,6 +122,7 @@ class Notifier:
             notify: dict[str, Any] = run.read_config().get("notify") or {}
         except RunFolderError:  # damaged: the process that trains or ends the run says so
             notify = {}
+        # Each key of the section is a recipient; a setting that is none must not be added there.
         self._recipients = {kind: str(named) for kind, named in notify.items() if named}
         self._tried: set[Path] = set()
         self._senders: list[subprocess.Popen[str]] = []
@@ -132,7 +133,9 @@ class Notifier:
         return [process.pid for process in self._senders if process.poll() is None]
 
     def send(self) -> None:
-        """Begin to send each message that no process has sent; what fails is not tried again."""
+        """Begin to send each message that no process has claimed; this one tries none again. A
+        message is not sent twice, perhaps never, if the sender is killed.
+        """
         self._senders = [process for process in self._senders if process.poll() is None]
         try:
             for name, event, sentence in messages(self._run) if self._recipients else ():

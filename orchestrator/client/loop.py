@@ -471,6 +471,8 @@ def is_due(every: int | None, done: int, *, epoch_ends: bool) -> bool:
 
 def update_line(done: CompletedUpdate, peak_memory_bytes: int) -> dict[str, Any]:
     """Return an update's line of metrics.jsonl."""
+    # `_LINE` in replay/bisecting.py matches this order of keys; another order is still read, as
+    # JSON, which takes ten times as long.
     window, report = done.window, done.report
     seconds = ("compute_s", "wait_s", "optimizer_s", "compile_s", "plain_step_s")
     always = seconds[:3]

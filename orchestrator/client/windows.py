@@ -66,7 +66,7 @@ from orchestrator.engine.torch.model import (
     seed_everything,
 )
 from orchestrator.engine.torch.state import Snapshot, load_model, load_optimizer, pack
-from orchestrator.engine.torch.window_state import MicroBatchTracker
+from orchestrator.engine.torch.window_state import MicroBatchTracker, shown_error
 from orchestrator.errors import ConfigError, JobError, RunFolderError
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.recorded_speeds import SpeedChanges
@@ -176,9 +176,19 @@ class Windows:
             update = None if self._window is None else self._window.update
             return asked or (update is not None and self._loop.wants_stop(update))
 
-        self._parts = [MicroBatchTracker(is_stop_requested) for _ in accumulators]
-        for accumulator, part in zip(accumulators, self._parts, strict=True):
-            accumulator.track_windows(part)
+        # All refusals that need no checkpoint come before the restore, and the accumulators are
+        # taken last: a corrected call may follow a refusal.
+        for accumulator in accumulators:
+            accumulator.refuse_tracked()
+        copies = {a.fully_sharded.shard_ranks for a in accumulators if a.fully_sharded}
+        if len(copies) > 1:
+            raise ConfigError("models that share windows must be sharded over the same ranks")
+        if options.balance != "even" and copies:
+            raise ConfigError(
+                f"balance={options.balance!r} is not available with a model that fully_shard() has "
+                "sharded: ranks of a copy compute in step; leave it out"
+            )
+        configured = _configured_callbacks(run)
         self.first, samples = options.first or 0, 0
         if checkpoints is not None:
             self.first, samples = checkpoints.restore(rank) or (0, 0)
@@ -193,16 +203,8 @@ class Windows:
         record: list[Callback] = [RunRecord(run, self.updates, accumulators[0].group.device)]
         if checkpoints is not None and rank == 0:
             record.append(checkpoints)
-        copies = {a.fully_sharded.shard_ranks for a in accumulators if a.fully_sharded}
-        if len(copies) > 1:
-            raise ConfigError("models that share windows must be sharded over the same ranks")
         speeds: Speeds | None = None
         group = accumulators[0].group
-        if options.balance != "even" and copies:
-            raise ConfigError(
-                f"balance={options.balance!r} is not available with a model that fully_shard() has "
-                "sharded: ranks of a copy compute in step; leave it out"
-            )
         if recorded_speeds:
             speeds = RecordedSpeeds(recorded_speeds)
         elif options.balance == "measured" and group.size > 1:
@@ -220,11 +222,14 @@ class Windows:
             windows=RankWindows(plan, rank, shard_ranks=next(iter(copies), ()), speeds=speeds),
             updates=self.updates,
             checkpoints=checkpoints,
-            callbacks=[*record, *options.callbacks, *_configured_callbacks(run)],
+            callbacks=[*record, *options.callbacks, *configured],
             progress=TrainingProgress(updates=self.first, samples=samples),
             checkpoint_every=options.checkpoint_every,
             trained=Trained(gradients=self._gradients),
         )
+        self._parts = [MicroBatchTracker(is_stop_requested) for _ in accumulators]
+        for accumulator, part in zip(accumulators, self._parts, strict=True):
+            accumulator.track_windows(part)
 
     def _gradients(self) -> dict[str, Tensor]:
         """Return the gradients of all accumulators by name; see `ShowsGradients`."""
@@ -318,6 +323,7 @@ class Windows:
 
     def _each(self) -> Iterator[UserWindow]:
         whole = applied = False
+        shown_before = shown_error()
         # The first call sets the handlers of signals, which from now on wait for a boundary.
         self._parts[0].stop_requested()
         try:
@@ -332,7 +338,7 @@ class Windows:
                 self._loop.end_window(report, learning_rate=rate)
             whole = True
         finally:
-            self._leave(whole=whole)
+            self._leave(whole=whole, failed=shown_error() != shown_before)
         if self._checkpoints is not None and self._checkpoints.unsaved is not None:
             raise RunFolderError(f"{self._checkpoints.unsaved}; make room, and go on")
         if len(self) and not (applied or self.first or self.stopping):
@@ -400,15 +406,17 @@ class Windows:
             bytes_on_wire=sum(report.bytes_on_wire for report in reports),
         )
 
-    def _leave(self, *, whole: bool) -> None:
-        """Stop tracking windows; warn if the loop was left by `break`."""
+    def _leave(self, *, whole: bool, failed: bool) -> None:
+        """Stop tracking windows; warn if the loop was left by `break`.
+
+        Args:
+            failed: an error of the loop was shown before this generator was closed.
+        """
         self.running = False
         self._run.release_signals()
         within = [part.leave() for part in self._parts]
         error = sys.exc_info()[1]
-        # `last_value`: an error that was shown before the interpreter's end closed this generator.
-        failed = getattr(sys, "last_value", None) or (error is not None and error.__context__)
-        if whole or failed or not isinstance(error, GeneratorExit):
+        if whole or failed or not isinstance(error, GeneratorExit) or error.__context__:
             return
         at = self._window.update if self._window is not None else self.first
         done = f"the loop over run.windows() was left after {at + (not any(within))} of "

@@ -359,6 +359,7 @@ def split_by_cost(
             break
         tokens = max(int(SHRINK * tokens), least)
     counts = best.counts
+    # An empty share: reproducible, and not dealt yet.
     share = best.share or deal(best.costs, ranks, speeds, in_step=in_step)
     number = np.arange(len(counts))  # of each micro-step in the update
     if in_step:

@@ -97,6 +97,7 @@ class Split:
         if not 0 <= rank < self.ranks:
             raise PlanError(f"there is no rank {rank} among {self.ranks}: they count from 0")
         sizes = self.micro_batches[rank]
+        # Not strict: of an idle rank `sizes` is empty, but `accumulate` yields its initial value.
         return tuple(zip(accumulate(sizes[:-1], initial=self.starts[rank]), sizes, strict=False))
 
 

@@ -83,6 +83,8 @@ def check_points(composer: Composer) -> list[Point]:
             refuse_points({why: numbers}, 0, len(combinations))
     folder_counts = Counter(point.config.run.dir for point in points)
     shared = set(points[0].overrides).intersection(*(point.overrides for point in points))
+    # A resolved folder equal to the typed text had no interpolation: it is the sweep's own, so even
+    # a single point goes below it.
     alone = {folder for folder, count in folder_counts.items() if count == 1} - {composer.run_dir}
     return [_with_folder_and_key(p, shared, apart=p.config.run.dir not in alone) for p in points]
 

@@ -106,21 +106,22 @@ def _run_tasks(tasks: Sequence[PointTask], output: OutputOptions, not_begun: int
 
         ended = run_here(here, output)
     codes = {result.exit_code for result in ended.values()} - {EXIT_FINISHED}
-    if queued := [c.run.path for c in tasks if c in alone or c.action is Action.IN_PROGRESS]:
-        # They continue after this command; a table would show runs that have not begun.
+    queued = {c.run.path for c in tasks if c in alone or c.action is Action.IN_PROGRESS}
+    if queued:  # they continue after this command
         folders = {path.parent for path in queued}
-        shown = folders.pop() if len(folders) == 1 else queued[0]
+        shown = folders.pop() if len(folders) == 1 else min(queued)
         text = f"{plural(len(queued), 'point')} queued or running; to see their status: "
         say(output.console, f"{text}{command('status', shown)}", "bold")
-        return max(codes, default=EXIT_FINISHED)
+        if not here:
+            return EXIT_FINISHED
     interrupted = len(ended) < len(here)
     varying = only_varying([current_overrides(task.run, task.point.overrides) for task in tasks])
     shown = [
         swept_run(task.run, overrides, result=_refusal(ended.get(task.run.path)))
         for task, overrides in zip(tasks, varying, strict=True)
-        if not interrupted or task.run.config.exists()
+        if task.run.path not in queued and (not interrupted or task.run.config.exists())
     ]
-    print_sweep(shown, output.console, len(tasks) - len(shown) + not_begun)
+    print_sweep(shown, output.console, len(tasks) - len(queued) - len(shown) + not_begun)
     if concurrent := timed_concurrently(shown):
         say(output.console, concurrent, "dim", prose=True)
     else:

@@ -123,8 +123,7 @@ def tasks_of(points: Sequence[Point], *, force: bool = False) -> list[PointTask]
     known = _recorded_tasks({point.folder.parent for point in points})
     taken = {run.path for run, _ in known.values()}
     placed = [_with_folder(point, known, taken) for point in points]
-    runs = [RunDir(point.folder) for point in placed if point.folder in taken]
-    by_folder = {status.folder: status for status in statuses(runs)[0]} if runs else {}
+    by_folder = {s.folder: s for s in statuses(RunDir(point.folder) for point in placed)[0]}
     wrong: dict[str, list[int]] = {}
     counts = Counter(point.folder.parent for point in placed)
     with read_once():  # of data, too: thousands of points may share it
@@ -135,7 +134,7 @@ def tasks_of(points: Sequence[Point], *, force: bool = False) -> list[PointTask]
         tasks = [
             _task_of_point(
                 point,
-                by_folder.get(point.folder),
+                by_folder[point.folder],
                 known.get(point.point_key, (None, {}))[1],
                 now,
                 force=force,
@@ -190,7 +189,7 @@ def _with_folder(
 
 def _task_of_point(
     point: Point,
-    status: RunStatus | None,
+    status: RunStatus,
     before: Mapping[str, Any],
     now: Mapping[str, Any],
     *,
@@ -198,7 +197,7 @@ def _task_of_point(
 ) -> PointTask:
     run = RunDir(point.folder)
     anew = PointTask(point=point, action=Action.START, state="new", notes=now, old=run.path)
-    if not before or status is None:  # without a record of this task
+    if not before:  # without a record of this task
         if run.path.exists() and _is_half_written(run):
             return replace(anew, state="its folder is half-written")
         return replace(anew, old=None)  # its start checks the folder

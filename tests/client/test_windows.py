@@ -1,9 +1,11 @@
 """`run.windows`: the big batch's updates in a loop of one's own, wherever it was stopped."""
 
+import gc
 import json
 import os
 import random
 import signal
+import sys
 import warnings
 from types import SimpleNamespace
 
@@ -197,6 +199,40 @@ def test_another_training_than_the_one_that_was_begun_is_refused(tmp_path, other
     with refused(ConfigError, names):
         Training(TorchGroup.alone(), **begun | other)
     assert Training(TorchGroup.alone(), **begun | {"updates": 4}).updates == [3]
+
+
+def _train(folder, updates):
+    """Train on one rank, to a checkpoint; return its model and accumulator."""
+    ours = sgd_accumulator(model := net())
+    how = {"global_batch": 16, "micro_batch": 4, "updates": updates, "checkpoints": folder}
+    for window in CurrentRun({}).windows(SAMPLES, ours, **how):
+        for piece in window:
+            backward(ours, model, piece)
+        ours.boundary()
+    return model, ours, how
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_after_a_refusal_the_corrected_call_is_allowed(tmp_path, ranks):
+    *_, how = _train(tmp_path, updates=5)
+
+    def rank(group):
+        ours, run = sgd_accumulator(net(), group), CurrentRun({})
+        with refused(ConfigError, "updates=3 updates=5"):
+            run.windows(SAMPLES, ours, **how | {"updates": 3})
+        return run.windows(SAMPLES, ours, **how | {"updates": 7}).first
+
+    assert run_in_threads(ranks, rank) == [5] * ranks
+
+
+def test_a_second_call_for_an_accumulator_restores_nothing(tmp_path):
+    model, ours, how = _train(tmp_path, updates=2)
+    with torch.no_grad():
+        model[0].weight += 1.0
+    before = numbers_of(model)
+    with refused(JobError, "run.windows()"):
+        CurrentRun({}).windows(SAMPLES, ours, **how)
+    assert numbers_of(model).equal(before)
 
 
 @pytest.mark.parametrize(
@@ -426,6 +462,26 @@ def test_after_a_backward_or_a_boundary_that_failed_the_way_out_is_one_that_exis
         ours.boundary()
     with pytest.raises(JobError, match=r"were computed, and boundary\(\) failed"):
         next(going)
+
+
+@pytest.mark.parametrize(("shown", "warned"), [("before", True), ("meanwhile", False)])
+def test_leaving_a_loop_is_warned_of_unless_an_error_was_shown_meanwhile(
+    monkeypatch, capsys, shown, warned
+):
+    """As in a notebook, which keeps `sys.last_value` for its life."""
+    monkeypatch.setattr(sys, "last_value", KeyError("of an earlier cell"), raising=False)
+    ours = sgd_accumulator(model := net())
+    loop = iter(CurrentRun({}).windows(SAMPLES, ours, global_batch=9, micro_batch=9))
+    backward(ours, model, next(iter(next(loop))))
+    if shown == "meanwhile":
+        monkeypatch.setattr(sys, "last_value", KeyError("of this loop"))
+    with warnings.catch_warnings(record=True) as records:
+        warnings.simplefilter("always")
+        loop.close()
+    assert any("was left after 0 of" in str(record.message) for record in records) == warned
+    del ours
+    gc.collect()
+    assert ("trained nothing: boundary() was not called" in capsys.readouterr().err) == warned
 
 
 def _two_models(group, folder, batch):

@@ -10,7 +10,8 @@ from rich.console import Console
 from orchestrator.clusters.api import Cluster
 from orchestrator.config.command_line import program_overrides, read_command_line
 from orchestrator.config.composer import Composer
-from orchestrator.errors import ClusterError, ConfigError, RunFolderError
+from orchestrator.errors import EXIT_STOPPED, ClusterError, ConfigError, RunFolderError
+from orchestrator.interrupt import interrupts
 from orchestrator.rundir.checkpoints import folder_of
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
@@ -18,7 +19,7 @@ from orchestrator.rundir.lock import locked
 from orchestrator.rundir.outcome import State, write_result
 from orchestrator.runs.follow import OutputOptions
 from orchestrator.sweep.points import check_points
-from orchestrator.sweep.sweep import _count_not_begun
+from orchestrator.sweep.sweep import _count_not_begun, _run_tasks
 from orchestrator.sweep.tasks import (
     REPLACED,
     Action,
@@ -253,6 +254,18 @@ def test_a_point_that_changed_while_it_is_in_progress_is_refused(sweep):
         sweep.edit("# another line\n")
         with pytest.raises(ConfigError, match="point 1: it is in progress as it was"):
             sweep.tasks()
+
+
+def test_an_interrupt_counts_also_where_a_point_is_in_progress_elsewhere(sweep, capsys):
+    sweep.run_of(1).result.unlink()
+    with locked(sweep.run_of(1)), interrupts:
+        interrupts.once()
+        tasks = sweep.tasks(over=("train.seed=1,2,3,4,5",))
+        code = _run_tasks(tasks, OutputOptions(console=Console(width=200)))
+    printed = capsys.readouterr().out
+    assert "1 point queued or running" in printed
+    assert "1 of 4 points finished; 3 not begun yet" in printed
+    assert code == EXIT_STOPPED
 
 
 def test_a_folder_is_not_moved_away_from_a_run_that_has_begun_meanwhile(sweep):

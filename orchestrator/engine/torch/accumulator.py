@@ -693,11 +693,11 @@ class Accumulator:
         if error is not None:
             raise error
 
-    def track_windows(self, tracker: MicroBatchTracker) -> None:
-        """Take all windows from `run.windows` from now on. Not collective.
+    def refuse_tracked(self) -> None:
+        """Refuse `run.windows` where it cannot take the windows. Not collective.
 
         Raises:
-            JobError: it was so before, or micro-steps wait for their boundary.
+            JobError: it was called before, or micro-steps wait for their boundary.
         """
         with self._window.within("run.windows()"):
             if self._tracker is not None:
@@ -710,7 +710,11 @@ class Accumulator:
                     f"run.windows() came in mid-window: update {self._window.update} has micro-"
                     "steps already, which would be lost; call boundary() first"
                 )
-            self._tracker, self._window.tracked = tracker, True
+
+    def track_windows(self, tracker: MicroBatchTracker) -> None:
+        """Take all windows from `run.windows` from now on. Raises as `refuse_tracked`."""
+        self.refuse_tracked()
+        self._tracker, self._window.tracked = tracker, True
 
     def take_over(self, earlier: Accumulator) -> None:
         """Continue where `earlier` stopped, with the same model and optimizer in another group:

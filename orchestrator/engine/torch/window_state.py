@@ -37,6 +37,15 @@ _TRAINS, _TRAINING = attrgetter("requires_grad"), attrgetter("training")
 _COUNTED = ("gloo", "threads")  # transports whose own count of collectives is known to be reliable
 
 
+def shown_error() -> int:
+    """Return the identity of the error that the interpreter has shown last.
+
+    An interactive interpreter keeps it for good, so only another one than at the beginning says
+    that something ended by it. No reference: its traceback would keep tensors alive.
+    """
+    return id(getattr(sys, "last_value", None))
+
+
 class WindowState:
     """State of one accumulator's window.
 
@@ -93,6 +102,7 @@ class WindowState:
         self._agreed: dict[str, float] = {}
         self.mark, self._transport_mark = group.mark(), 0
         self.overlaps = False  # another accumulator's window was open on this group meanwhile
+        self._shown_error = shown_error()  # at the window's start
 
     def within(self, call: str) -> Self:
         """Begin a call, and return the context that ends it: `with state.within(call):`.
@@ -165,6 +175,7 @@ class WindowState:
         elif not self.open:  # one that was begun and not used is begun once more
             self.update += 1
         self.open, self._last_done, self.micro_steps = True, False, 0
+        self._shown_error = shown_error()
         self._broken, self._undeclared, self.undeclared_factor = None, None, 1.0
         # Until the accumulator has begun, too: its buffers may hold the gradient of the last one.
         self.error_breaks = "window"
@@ -346,7 +357,7 @@ class WindowState:
         """Warn of micro-steps without a boundary, when the accumulator is collected."""
         usable = self.open and self._broken is None and self._unusable is None
         # An exception that ends the program explains it better.
-        ended = sys.exc_info()[1] is not None or getattr(sys, "last_value", None) is not None
+        ended = sys.exc_info()[1] is not None or shown_error() != self._shown_error
         if usable and self.micro_steps and not ended:
             sys.stderr.write(
                 f"warning: micro-steps of update {self.update} ({self.micro_steps}) were "

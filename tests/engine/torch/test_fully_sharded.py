@@ -5,6 +5,7 @@ import os
 import resource
 import shutil
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from orchestrator.rundir.checkpoints import part_name
 from orchestrator.rundir.tensors import SafetensorsFile
 from tests.engine.torch.jobs import engine_of
 from tests.engine.windows import make_window, run
+from tests.refusals import refused
 
 SAMPLES, UPDATES = 24, 3
 SIZES = ([2, 3, 1], [1, 1, 4], [4, 3], [2, 3])
@@ -450,7 +452,8 @@ def _windows(group, folder, shape, checkpoints, updates):
     shadow = _Shadow(net)
     accumulator = Accumulator(net, _optimizer(net), group if shape is None else None, clip_norm=0.5)
     data = _data().reshape(-1, 10)[:23]
-    windows = CurrentRun({}).windows(
+    begin = partial(
+        CurrentRun({}).windows,
         len(data),
         accumulator,
         global_batch=10,
@@ -459,6 +462,12 @@ def _windows(group, folder, shape, checkpoints, updates):
         checkpoints=checkpoints,
         state={"shadow": shadow},
     )
+    if shape is not None:
+        before = _whole(net)
+        with refused(ConfigError, "balance 'measured' fully_shard()"):
+            begin(balance="measured")
+        assert all(map(np.array_equal, _whole(net), before)), "nothing was restored"
+    windows = begin()
     assert shadow.is_of(net)
     first, lengths, ahead = windows.first, [], windows.indices()
     for window in windows:

@@ -9,6 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.lock import locked
 from tests.helpers import (
     LIGHT,
     LIMIT_S,
@@ -24,7 +26,7 @@ from tests.helpers import (
     until,
     verb,
 )
-from tests.hold import Hold
+from tests.hold import Hold, request_stop
 
 pytestmark = [pytest.mark.whole_runs, pytest.mark.long]
 
@@ -144,6 +146,24 @@ def test_interrupted_twice_all_points_end_at_once(tmp_path):
     hold.release()
     resumed = verb("resume", sweep, code=3)
     assert "2 of 3 points finished; 1 not begun yet: type the same line again" in resumed.stdout
+
+
+def test_points_that_ended_here_count_where_another_is_in_progress_elsewhere(tmp_path):
+    sweep, hold = tmp_path / "sweep", Hold(tmp_path / "hold")
+    faults = ("job.fault_rank=0", "job.fault=raise", "sweep.parallel=2")
+    line = ("-m", LIGHT, *ONE, "train.updates=6", hold.override, *faults, f"run.dir={sweep}")
+    call(*line, "job.fault_after=5000", code=0)
+    (sweep / "0" / "result.json").unlink()
+    hold.hold_before(3)
+    with locked(RunDir(sweep / "0")):
+        command = begin(*line, "job.fault_after=5000,1,5001")
+        hold.wait_until_held(3)
+        request_stop(sweep / "2", lambda: verb("cancel", sweep / "2", code=0), ranks=(0,))
+        hold.release()
+        said = await_exit(command, 1)
+    assert [result(sweep / n)["state"] for n in "12"] == ["failed", "stopped"]
+    assert "0 of 2 points finished" in said
+    assert "1 point queued or running" in said
 
 
 def test_the_framework_is_imported_once_for_all_points_with_the_same_bits(tmp_path):
