@@ -131,7 +131,7 @@ _WHOLE_NUMBERS = {"bfloat16": 256, "float16": 2048}
 
 
 def check_loss(loss: Any, names: Collection[str], tensor: type) -> None:
-    """Raise `JobError` for what breaks the contract of `Loss`, and warn of figures in half precision.
+    """Raise `JobError` for what breaks the contract of `Loss`; warn of figures in half precision.
 
     Args:
         names: the job's metric_names.
