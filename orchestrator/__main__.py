@@ -487,7 +487,7 @@ def compare(
     from orchestrator.api import compare as compare_runs
     from orchestrator.report.compare import print_comparison
     from orchestrator.report.compare_runs import print_run_comparison
-    from orchestrator.report.environments import differing
+    from orchestrator.report.environments import environment_notes
     from orchestrator.runs.inputs import code_differences
 
     compared = compare_runs(a, b)
@@ -497,11 +497,10 @@ def compare(
     else:
         print_comparison(compared.weights, Console(), tensors=tensors)
         print_run_comparison(compared, Console())
-        unlike = differing(RunDir(a).read_environment(), RunDir(b).read_environment())
-        for name, values in unlike.items():
-            say(Console(), f"computed with another {name}: {values}", "yellow")
-        for sentence in code_differences(RunDir(a), RunDir(b)):
-            say(Console(), sentence, "yellow")
+        if compared.settings is not None:  # of runs, not of files
+            runs = RunDir(a), RunDir(b)
+            for sentence in environment_notes(*runs) + code_differences(*runs):
+                say(Console(), sentence, "yellow")
     largest = compared.weights.max_relative_difference
     if at_most is not None and not largest <= at_most:
         say(

@@ -17,7 +17,7 @@ from orchestrator.replay.agreement import (
 )
 from orchestrator.replay.recorded import RecordedRun
 from orchestrator.replay.scratch import Line, Replay, Request, Scratch
-from orchestrator.report.environments import NOT_RECORDED, differing
+from orchestrator.report.environments import NOT_RECORDED, environment_notes
 from orchestrator.rundir.checkpoints import folder_of, updates_after
 
 
@@ -111,7 +111,7 @@ def replay_update(
     if not before.exists():  # it begins there, or the program saves when it likes
         before = checkpoint
     line = replay.lines.get(update) or {"leaves": [], "norms": {}}
-    machine = _machine_notes(recorded, replay)
+    machine = environment_notes(replay.run, recorded.run)
     for text in machine:
         say(f"note: {text}")
     report = Replayed(
@@ -151,15 +151,6 @@ def by_size(norms: dict[str, float]) -> dict[str, float]:
     """Return norms by size, what is not finite and the largest first."""
     order = sorted(norms.items(), key=lambda item: (item[1] - item[1] == 0, -item[1]))
     return dict(order)
-
-
-def _machine_notes(recorded: RecordedRun, replay: Replay) -> list[str]:
-    """Return what decides bits and differs from the run, or may: processor, versions, threads."""
-    environments = replay.run.read_environment(), recorded.run.read_environment()
-    if None in environments:
-        return [NOT_RECORDED]
-    unlike = differing(*environments)
-    return [f"computed with another {name}: {values}" for name, values in unlike.items()]
 
 
 def _causes(scratch: Scratch, replay: Replay, report: Replayed) -> list[str]:

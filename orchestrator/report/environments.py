@@ -9,6 +9,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from orchestrator.rundir.folder import RunDir
+
 PACKAGES = ("hydra-core", "omegaconf", "submitit", "numpy", "safetensors", "torch", "mindspore")
 
 NOT_RECORDED = "versions, processor and threads: not recorded, so they may differ"
@@ -30,6 +32,15 @@ def differing(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> dict[
         for name in sorted(left.keys() | right.keys())
         if left.get(name) != right.get(name)
     }
+
+
+def environment_notes(a: RunDir, b: RunDir) -> list[str]:
+    """Return what decides bits and differs between two runs, or may: versions and so on."""
+    environments = a.read_environment(), b.read_environment()
+    if None in environments:
+        return [NOT_RECORDED]
+    unlike = differing(*environments)
+    return [f"computed with another {name}: {values}" for name, values in unlike.items()]
 
 
 def warnings_of(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> list[str]:

@@ -52,7 +52,7 @@ from orchestrator.rundir.files import (
     write_json,
 )
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.metrics import HELD_OUT, Tail
+from orchestrator.rundir.metrics import HELD_OUT, Record, Tail
 from orchestrator.rundir.outcome import describe_culprit
 from orchestrator.rundir.status import OVER, UNREADABLE, RunStatus, find_runs
 from orchestrator.runs.cancel import cancel
@@ -546,7 +546,7 @@ class Searcher:
 
     def _report(self, trial: Trial) -> Iterator[int]:
         """Report new values of the objective to Optuna, and yield the updates they are of."""
-        for _, record in trial.metrics.lines():
+        for record in self._new_records(trial):
             if evaluation := record.get("evaluation"):
                 self._check_objective(trial, evaluation)
             value = self._objective.of_record(record)
@@ -558,6 +558,15 @@ class Searcher:
                 trial_id = self._id(trial.number)
                 self._storage.set_trial_intermediate_value(trial_id, update, value)
                 yield update
+
+    def _new_records(self, trial: Trial) -> Iterator[Record]:
+        """Yield a trial's new records; those that cannot be read for now come in a later turn.
+
+        A trial that stays unreadable ends all the same, see `TrialRuns`.
+        """
+        with contextlib.suppress(OSError, RunFolderError):
+            for _, record in trial.metrics.lines():
+                yield record
 
     def _check_objective(self, trial: Trial, evaluation: Mapping[str, Any]) -> None:
         """Refuse an objective that the job does not evaluate, at its first evaluation.

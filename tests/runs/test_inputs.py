@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.api import weights_file
 from orchestrator.config.composer import compose
 from orchestrator.config.program import ProgramConfig
+from orchestrator.report.environments import NOT_RECORDED
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.runs import inputs
@@ -204,6 +206,12 @@ def test_a_resume_refuses_what_has_changed_unless_that_is_accepted(own):
     output = helpers.verb("compare", "first", "second", cwd=own).stdout
     assert "scale.py differs" in output
     assert "mine.py" not in output
+    assert NOT_RECORDED not in output
+    for folder in ("first", "second"):  # one without, then none with
+        (own / folder / "environment.json").unlink()
+        assert NOT_RECORDED in helpers.verb("compare", "first", "second", cwd=own, code=0).stdout
+    weights = weights_file(own / "first")
+    assert NOT_RECORDED not in helpers.verb("compare", weights, "second", cwd=own, code=0).stdout
 
 
 def test_a_sweep_replaces_finished_points_only_if_what_has_changed_is_accepted(own):

@@ -18,7 +18,7 @@ from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import locked
 from orchestrator.runs.follow import OutputOptions
-from orchestrator.search.search import TrialRuns
+from orchestrator.search.search import TrialRuns, open_study
 from orchestrator.sweep.local import PointResult
 from tests.search.helpers import (
     QUIET,
@@ -319,6 +319,38 @@ def test_a_trial_that_cannot_be_read_for_a_moment_is_followed_on(tmp_path, monke
     assert runs.wait() == []
     monkeypatch.setattr("orchestrator.search.search.READ_PATIENCE_S", 0.0)
     assert [ended.task for ended in runs.wait()] == [task]
+
+
+@pytest.mark.parametrize("kind", ["link", "folder"])
+def test_records_that_cannot_be_read_for_a_moment_are_read_later(tmp_path, kind):
+    class Unreadable(AtOnce):
+        """Runs whose metrics cannot be read in the first of three turns."""
+
+        turns = 0
+
+        def wait(self):
+            [run] = [task.run for task in self.running]
+            aside = tmp_path / "metrics.jsonl"
+            self.turns += 1
+            if self.turns == 1:
+                aside.write_text(json.dumps({"update": 0, "loss": 0.25}) + "\n")
+                if kind == "link":
+                    run.metrics.symlink_to(aside)
+                else:
+                    run.metrics.mkdir()
+                return []
+            if self.turns == 2:
+                run.metrics.unlink() if kind == "link" else run.metrics.rmdir()
+                aside.rename(run.metrics)
+                return []
+            return super().wait()
+
+    line = line_of(tmp_path / "found", "sweep.trials=1", "sweep.prune=median")
+    search = search_of(*line)
+    [trial] = run_to_end(search, Unreadable())["trials"]
+    assert trial["state"] == "complete"
+    study, _ = open_study(search)
+    assert study.trials[0].intermediate_values == {0: 0.25}
 
 
 def test_a_trial_that_is_in_progress_all_the_same_has_no_result_yet(tmp_path):

@@ -149,5 +149,5 @@ class Old:
 
 
 def test_an_engine_that_cannot_evaluate_on_all_ranks_is_named():
-    with refused(ConfigError, "Old validation() evaluate(model)"):
+    with refused(ConfigError, "validation() Old evaluate(model)"):
         agreed_held_out(Old(), HeldOut(lambda rank: DATA))

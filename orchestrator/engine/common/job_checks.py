@@ -131,7 +131,7 @@ _WHOLE_NUMBERS = {"bfloat16": 256, "float16": 2048}
 
 
 def check_loss(loss: Any, names: Collection[str], tensor: type) -> None:
-    """Raise `JobError` for what breaks the contract of `Loss`, and warn of counts that are rounded.
+    """Raise `JobError` for what breaks the contract of `Loss`; warn of figures in half precision.
 
     Args:
         names: the job's metric_names.
@@ -159,7 +159,7 @@ def check_loss(loss: Any, names: Collection[str], tensor: type) -> None:
     if type(metrics) is not dict and not isinstance(metrics, Mapping):
         wrong = _describe_value(metrics)
         raise JobError(f"Loss.metrics must be a dictionary, but is {wrong}")
-    for name, value in (("weight", loss.weight), *metrics.items()):
+    for place, (name, value) in enumerate((("", loss.weight), *metrics.items())):
         if type(value) in (int, float):  # a look at an abstract class takes longer than the rest
             continue
         if isinstance(value, tensor):
@@ -167,7 +167,7 @@ def check_loss(loss: Any, names: Collection[str], tensor: type) -> None:
             valid = math.prod(number.shape) == 1 and not number.is_complex()
         else:
             valid = isinstance(value, Real)
-        what = "weight" if value is loss.weight else f"metrics['{name}']"
+        what = f"metrics['{name}']" if place else "weight"
         if not valid:
             wrong = _describe_value(value)
             raise JobError(f"Loss.{what} must be a real number, but is {wrong}")
@@ -175,9 +175,10 @@ def check_loss(loss: Any, names: Collection[str], tensor: type) -> None:
         if dtype in _WHOLE_NUMBERS:
             warn(
                 f"Loss.{what} is a {dtype} number, which holds whole numbers up to "
-                f"{_WHOLE_NUMBERS[dtype]} only, so it is rounded in each micro-step and depends on "
-                "how a batch is split: count in float32, as in mask.float().sum()",
-                kind=f"{name} dtype",
+                f"{_WHOLE_NUMBERS[dtype]} only: a larger or fractional one is rounded in each "
+                "micro-step and depends on how a batch is split; add it up in float32, as in "
+                "mask.float().sum()",
+                kind=f"{what} dtype",
             )
     if metrics or names:
         check_metric_names(metrics, names)

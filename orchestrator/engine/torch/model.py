@@ -420,24 +420,35 @@ def advice(model: Module, *, ranks: int, micro_batches: int | None) -> list[str]
     return advices
 
 
+def compile_contexts(model: Module) -> list[Any]:
+    """Return torch's contexts of what is compiled in a model, by `torch.compile()` or `compile()`;
+    None for one that this version of torch hides. Neither is public.
+    """
+    contexts: list[Any] = []
+    for layer in model.modules():
+        call = getattr(layer, "_compiled_call_impl", None)
+        context = getattr(layer, "dynamo_ctx", None)
+        if call is not None:  # compiled in place: the function that is called holds its context
+            cells = [cell.cell_contents for cell in getattr(call, "__closure__", None) or ()]
+            context = next((value for value in cells if hasattr(value, "_dynamic")), None)
+        if call is not None or context is not None:
+            contexts.append(context)
+    return contexts
+
+
 def compiled_advice(model: Module) -> list[str]:
     """Return a sentence for reproducible mode about a compiled model, unless by `dynamic=False`.
 
     After a second size of inputs torch compiles code for all sizes, and may use it for both.
     """
-    for layer in model.modules():
-        # The context of torch.compile() is not public; of model.compile() there is none to ask.
-        context = getattr(layer, "dynamo_ctx", None)
-        if getattr(context, "_dynamic", None) is not False and (
-            context is not None or getattr(layer, "_compiled_call_impl", None) is not None
-        ):
-            sentence = (
-                "the model is compiled, so with leaves of two sizes their bits may depend on which "
-                "size a process met first: use torch.compile(..., dynamic=False) and "
-                "accumulation.ragged=drop, or leave it out"
-            )
-            return [sentence]
-    return []
+    if all(getattr(context, "_dynamic", None) is False for context in compile_contexts(model)):
+        return []
+    sentence = (
+        "the model is compiled, so with leaves of two sizes their bits may depend on which size a "
+        "process met first: use torch.compile(..., dynamic=False) and accumulation.ragged=drop, or "
+        "leave it out"
+    )
+    return [sentence]
 
 
 # ------------------------------------------------------------------ Optimizers

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from orchestrator.data import generator_states
 from orchestrator.engine.torch.loader import collate_of
 from orchestrator.engine.torch.model import (
+    compile_contexts,
     doubled,
     in_evaluation,
     kept_state,
@@ -147,19 +148,17 @@ def check_samples(
             f"how a batch is split over ranks and micro-steps; draw them in dataset[i], with "
             f"augments = True"
         )
-    compiled = any(type(layer).__name__ == "OptimizedModule" for layer in model.modules())
     declared = getattr(job, "talks_in_window", False) or getattr(job, "batch_dependent", False)
     if declared or len(samples) < 2 or is_coupled(job):
         return False
-    if compiled:
-        warn(
-            f"the model is compiled, so it was not checked whether {name}.loss() is a sum over "
-            "samples; leave torch.compile out of one short run, which checks it"
-        )
-        return False
     probe = _Probe(job, collate, samples, device, seed, norm)
-    computed, failure = False, ""
+    computed, compiled, failure = False, False, ""
     for way in _ways(model, precision):
+        # Not even tried: torch would compile for these sizes. Copies of what `compile()` has
+        # compiled in place are not compiled.
+        if compile_contexts(way.model):
+            compiled = True
+            continue
         try:
             if probe.is_sum(way):
                 if way.training:
@@ -171,7 +170,12 @@ def check_samples(
         except Exception as error:  # noqa: BLE001  # of the job's own code, on so few samples
             failure = f"fails on {len(samples) // 2} or {len(samples)} samples in evaluation mode "
             failure += f"({type(error).__name__}: {shortened(str(error), 200)})"
-    if not computed or probe.not_finite:
+    if compiled and not computed and not failure:
+        warn(
+            f"the model is compiled, so it was not checked whether {name}.loss() is a sum over "
+            "samples; leave torch.compile out of one short run, which checks it"
+        )
+    elif not computed or probe.not_finite:
         failure = failure if not computed else f"of {len(samples)} samples is not finite"
         warn(f"{name}.loss() {failure}, so it was not checked whether it is a sum")
     elif probe.random:

@@ -331,14 +331,14 @@ def test_half_precision_total_whose_factor_is_rounded_is_warned_of():
 @pytest.mark.parametrize(
     ("dtype", "most"), [(torch.bfloat16, "256"), (torch.float16, "2048"), (torch.float32, "")]
 )
-def test_counts_in_half_precision_are_warned_of(dtype, most):
-    ours, model = _accumulator(metric_names=("right",))
+def test_figures_in_half_precision_are_warned_of(dtype, most):
+    ours, model = _accumulator(metric_names=("weight",))
     count = torch.ones(4, dtype=dtype).sum()
     with warnings.catch_warnings(record=True) as records:
         warnings.simplefilter("always")
-        ours.backward(Loss(_loss(model).total, weight=count, metrics={"right": count * 1}))
+        ours.backward(Loss(_loss(model).total, weight=count, metrics={"weight": count}))
     sentences = [str(record.message) for record in records]
-    figures = ("Loss.weight", "Loss.metrics['right']") if most else ()
+    figures = ("Loss.weight", "Loss.metrics['weight']") if most else ()
     for figure, sentence in zip(figures, sentences, strict=True):
         assert f"{figure} is a {str(dtype)[6:]} number" in sentence
         assert f"whole numbers up to {most} only" in sentence

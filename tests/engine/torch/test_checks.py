@@ -112,6 +112,13 @@ class Compiled(Quadratic):
         return torch.compile(super().model(), backend="eager")
 
 
+class CompiledInPlace(Quadratic):
+    def model(self):
+        model = super().model()
+        model[0].compile(backend="eager")
+        return model
+
+
 class DeclaredNoisy(Noisy):
     batch_dependent = True
 
@@ -136,7 +143,13 @@ def test_loss_that_cannot_be_compared_is_warned_of_unless_declared(
     assert checked(declared(), samples) == []
 
 
-@pytest.mark.parametrize("job", [Quadratic, MeanOfMeans, PaddingCounts])
+def test_what_is_compiled_in_place_is_not_computed_but_copied(checked, monkeypatch):
+    monkeypatch.setattr(sum_probe, "MOST_PARAMETERS", 0)
+    [sentence] = checked(CompiledInPlace())
+    assert "the model is compiled, so it was not checked whether" in sentence
+
+
+@pytest.mark.parametrize("job", [Quadratic, CompiledInPlace, MeanOfMeans, PaddingCounts])
 def test_a_loss_that_is_no_sum_is_refused_with_its_numbers(checked, job):
     with refused(JobError, f"{job.__name__}.loss()"):
         checked(job())

@@ -155,8 +155,8 @@ class Compiled(Curve):
         return self.compile_model(super().model())
 
 
-def _compiled_in_place(model):
-    model.compile(backend="eager")
+def _compiled_in_place(model, **options):
+    model.compile(backend="eager", **options)
     return model
 
 
@@ -165,6 +165,8 @@ def _compiled_in_place(model):
     [
         (partial(torch.compile, backend="eager"), "reproducible", True),
         (_compiled_in_place, "reproducible", True),
+        (partial(_compiled_in_place, dynamic=True), "reproducible", True),
+        (partial(_compiled_in_place, dynamic=False), "reproducible", False),
         (partial(torch.compile, backend="eager", dynamic=False), "reproducible", False),
         (partial(torch.compile, backend="eager"), "fast", False),
         (lambda model: model, "reproducible", False),

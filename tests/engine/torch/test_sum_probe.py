@@ -498,7 +498,8 @@ def test_a_random_loss_that_repeats_once_by_chance_is_not_refused():
         factor = 1.0 + 1e-3 * max(0, len(calls) - 3)  # at first it is the same
         return _ce(b, reduction="sum") * factor, b.n
 
-    assert not first_micro_step(Everyday(loss_of), 4)._is_sum
+    with pytest.warns(match=r"^Everyday\.loss\(\) draws random numbers"):
+        assert not first_micro_step(Everyday(loss_of), 4)._is_sum
 
 
 def test_the_probe_compares_different_samples():
