@@ -14,7 +14,6 @@ import hashlib
 import math
 import os
 import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -50,8 +49,8 @@ def inputs_of(config: Config) -> dict[str, Any]:
 
     Returns:
         `code`: SHA-256 of each file, by path; `data`: a digest of each file's or folder's stamps,
-        by what names it; `times`: when each digest was made, in seconds; `versions` of Python and
-        of the packages that compute.
+        by what names it; `times`: when the newest file of each was written, in seconds;
+        `versions` of Python and of the packages that compute.
         Of a program that records its updates also `reports`: true.
     """
     files = code_files(target_of(config.job))
@@ -267,8 +266,10 @@ def _existing(texts: Sequence[Any]) -> Iterator[Path]:
 
 @cached
 def _stamped(path: Path) -> tuple[str, float]:
-    """Return the stamp of a file or folder, and when it was made."""
-    return _stamp(path), time.time()
+    """Return the stamp of a file or folder, and when the newest of its files was written, by the
+    clock that files have: a file server's may differ from this machine's.
+    """
+    return _stamp(path), _newest(islice(_files(path), MOST_FILES))
 
 
 @cached

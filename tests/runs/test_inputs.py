@@ -155,6 +155,24 @@ def test_only_new_files_count_as_written_by_the_run(own, tmp_path, change, diffe
     assert inputs.differences(run, before, config) == expected
 
 
+@pytest.mark.parametrize("ahead_s", [-60.0, 0.0, 60.0])
+def test_clock_of_a_file_server_may_differ(own, tmp_path, ahead_s):
+    data, run = tmp_path / "data", RunDir(tmp_path / "run")
+    data.mkdir()
+    run.create()
+    start = time.time()
+    for name, saved_s in (("a.csv", -2.0), ("cache.bin", 600.0)):
+        if name == "cache.bin":
+            config = compose(["job._target_=mine.Mine", f"job.data={data}"])
+            before = json.loads(json.dumps(inputs_of(config)))
+            write_json(run.submission, {"time": start})
+        (data / name).write_text("1\n")
+        os.utime(data / name, (start + saved_s + ahead_s,) * 2)
+    run.result.touch()
+    os.utime(run.result, (start + 900.0 + ahead_s,) * 2)
+    assert inputs.differences(run, before, config) == []
+
+
 def test_data_that_was_accepted_is_what_later_runs_begin_with(own, tmp_path):
     data = tmp_path / "data"
     data.mkdir()
