@@ -243,9 +243,9 @@ def test_the_runs_code_comes_first_in_the_path_of_what_the_batch_script_starts(t
     entry = PACKAGE / "clusters" / "slurm" / "node_entry.py"
     copy, user = tmp_path / "copy", tmp_path / "user"
     for folder, says in ((copy, "ours"), (user, "theirs"), (tmp_path, "edited")):
-        (folder / "orchestrator" / "clusters" / "slurm").mkdir(parents=True)
+        (folder / "orchestrator" / "agent").mkdir(parents=True)
         (folder / "orchestrator" / "__init__.py").touch()
-        (folder / "orchestrator" / "clusters" / "slurm" / "finalize.py").write_text(
+        (folder / "orchestrator" / "agent" / "processes.py").write_text(  # what is imported first
             f"import os, sys\nprint({says!r}, sys.path[0], os.environ['PYTHONPATH'])\nexit()"
         )
     done = subprocess.run(
