@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
@@ -98,11 +98,21 @@ def _walked(root: Path, tops: set[str]) -> Iterator[str]:
         if path.is_file() and path.suffix == ".py":
             yield path.name
     for top in sorted(tops):
-        for folder, folders, files in os.walk(root / top):
-            folders[:] = sorted(f for f in folders if f != "__pycache__" and f[0] != ".")
-            names = [f for f in files if not f.endswith(".pyc")]
+        yield from _below(root, top)
+
+
+def _below(root: Path, top: str, *, follow_links: bool = False) -> Iterator[str]:
+    """Return the files below a folder of `root`, except hidden folders and compiled Python files.
+
+    Args:
+        follow_links: to folders, too; or else return these links.
+    """
+    for folder, folders, files in os.walk(root / top, followlinks=follow_links):
+        folders[:] = sorted(f for f in folders if f != "__pycache__" and f[0] != ".")
+        names = [f for f in files if not f.endswith(".pyc")]
+        if not follow_links:
             names += [f for f in folders if (Path(folder) / f).is_symlink()]
-            yield from (str((Path(folder) / name).relative_to(root)) for name in names)
+        yield from (str((Path(folder) / name).relative_to(root)) for name in names)
 
 
 def _files(
@@ -158,12 +168,16 @@ def _files(
 
 def _imported(
     target: str | ProgramConfig, sizes_by_root: Mapping[Path, Mapping[str, int]]
-) -> dict[Path, dict[str, int]]:
+) -> tuple[dict[Path, dict[str, int]], list[str]]:
     """Return what else a job or program certainly imports from the folders: files that git ignores
     (a version that is written at the installation, an extension that is built in place), and those
     that are reached by a link out of the folder. By folder, with their sizes.
+
+    A package is copied whole: a part of it would hide the rest, which is imported from where it is
+    if the copy has nothing of it. So is what would make the copy too large, unless the copy has the
+    package that it belongs to; such modules and packages are returned, too, by their names.
     """
-    imported: dict[Path, dict[str, int]] = {}
+    sizes_by_unit: dict[tuple[Path, str], dict[str, int]] = {}
     for path in source_files(target)[0]:
         holders = [root for root in sizes_by_root if path.is_relative_to(root)]
         if not holders:
@@ -171,9 +185,63 @@ def _imported(
         root = max(holders, key=lambda folder: len(folder.parts))
         name, sizes = str(path.relative_to(root)), sizes_by_root[root]
         copied = {name, *map(str, Path(name).parents)} & sizes.keys()  # a folder only as a link
-        if not copied and not is_secret(name):
-            imported.setdefault(root, {})[name] = path.stat().st_size
-    return imported
+        if copied or is_secret(name):
+            continue
+        unit = _unit(root, name, sizes)
+        if (root, unit) not in sizes_by_unit:
+            sizes_by_unit[root, unit] = _new_files(root, unit, sizes)
+    imported: dict[Path, dict[str, int]] = {}
+    left_out: list[str] = []
+    size = sum(sum(sizes.values()) for sizes in sizes_by_root.values())
+    count = sum(map(len, sizes_by_root.values()))
+
+    def order(item: tuple[tuple[Path, str], dict[str, int]]) -> tuple[bool, int]:
+        (root, unit), sizes = item
+        return not _is_in_package(unit, sizes_by_root[root]), sum(sizes.values())
+
+    for (root, unit), sizes in sorted(sizes_by_unit.items(), key=order):
+        size, count = size + sum(sizes.values()), count + len(sizes)
+        is_too_much = size > LIMIT_BYTES or count > LIMIT_FILES
+        if is_too_much and not _is_in_package(unit, sizes_by_root[root]):
+            size, count = size - sum(sizes.values()), count - len(sizes)
+            left_out.append(unit)
+        else:
+            imported.setdefault(root, {}).update(sizes)
+    return imported, left_out
+
+
+def _unit(root: Path, name: str, sizes: Mapping[str, int]) -> str:
+    """Return the outermost package or folder of an imported file of which the copy, with the files
+    `sizes`, has no part that hides the rest; or the file itself.
+    """
+    for folder in list(Path(name).parents)[-2::-1]:
+        start = f"{folder}/__init__.py"
+        if start not in sizes and (
+            (root / start).exists() or not any(file.startswith(f"{folder}/") for file in sizes)
+        ):
+            return str(folder)
+    return name
+
+
+def _is_in_package(unit: str, sizes: Mapping[str, int]) -> bool:
+    """Return whether a package with the files `sizes` in the copy would hide this part of it."""
+    return any(f"{folder}/__init__.py" in sizes for folder in Path(unit).parents)
+
+
+def _new_files(root: Path, unit: str, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the files of a package, or the one of a module, except `sizes` and secrets."""
+    names: Iterable[str] = (unit,)
+    if (root / unit).is_dir():
+        names = islice(_below(root, unit, follow_links=True), LIMIT_FILES + 1)
+    is_of_runs = cache(partial(_is_of_runs, root))
+    return {
+        name: (root / name).stat().st_size
+        for name in names
+        if name not in sizes
+        and not is_secret(name)
+        and not is_of_runs(os.path.dirname(name))  # noqa: PTH120
+        and (root / name).is_file()
+    }
 
 
 def _is_of_runs(root: Path, folder: str) -> bool:
@@ -237,7 +305,8 @@ def copy_code(target: str | ProgramConfig, run: Path, into: Path) -> list[str]:
     A copy of an earlier start that was refused is replaced. Files cannot be written.
 
     Returns:
-        The names of files that were left out: secrets, and links that lead elsewhere.
+        The names of files that were left out: secrets, links that lead elsewhere, and modules that
+        are imported from where they are, as too large.
 
     Raises:
         RunFolderError: there is too much of it, or git does not say which files it ignores.
@@ -260,21 +329,26 @@ def copy_code(target: str | ProgramConfig, run: Path, into: Path) -> list[str]:
                 f"{root / absent[0]} is left out of the copy of the code, as what may hold a "
                 f"secret is, or a link that leads elsewhere; rename it, or set run.snapshot=false"
             )
-    imported = _imported(target, files_by_root)
+    imported, too_large = _imported(target, files_by_root)
     for root, names in imported.items():
         files_by_root[root] |= names
-        left_out = [name for name in left_out if name not in names]
+        # A link to a folder is left out, but not if the files below it are copied.
+        copied = {*names, *(str(folder) for name in names for folder in Path(name).parents)}
+        left_out = [name for name in left_out if name not in copied]
+    left_out = list(dict.fromkeys([*left_out, *too_large]))
     sizes = {
         root / name: size for root, names in files_by_root.items() for name, size in names.items()
     }
     size = sum(sizes.values())
     if size > LIMIT_BYTES or len(sizes) > LIMIT_FILES:
         largest = max(sizes, key=lambda path: sizes[path])
+        is_imported = any(largest == root / name for root in imported for name in imported[root])
+        way = "" if is_imported else "leave data out by .gitignore, or "
         raise RunFolderError(
             f"the code in {' and '.join(map(str, files_by_root))} is {format_bytes(size)} in "
             f"{len(sizes)} files (the largest is {largest}), too much to keep a copy with the run "
-            f"(at most {format_bytes(LIMIT_BYTES)}, {LIMIT_FILES} files); leave data out by "
-            f".gitignore, or set run.snapshot=false"
+            f"(at most {format_bytes(LIMIT_BYTES)}, {LIMIT_FILES} files); {way}"
+            f"set run.snapshot=false"
         )
     into.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     part = into.with_name(f".{into.name}.part")

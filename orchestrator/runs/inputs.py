@@ -14,7 +14,6 @@ import hashlib
 import math
 import os
 import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -50,8 +49,8 @@ def inputs_of(config: Config) -> dict[str, Any]:
 
     Returns:
         `code`: SHA-256 of each file, by path; `data`: a digest of each file's or folder's stamps,
-        by what names it; `times`: when each digest was made, in seconds; `versions` of Python and
-        of the packages that compute.
+        by what names it; `times`: when the newest file of each was written, in seconds;
+        `versions` of Python and of the packages that compute.
         Of a program that records its updates also `reports`: true.
     """
     files = code_files(target_of(config.job))
@@ -89,8 +88,8 @@ def has_done_nothing(run: RunDir, config: Config) -> bool:
 def differences(run: RunDir, before: Mapping[str, Any], config: Config) -> list[str]:
     """Return the changes in the code and data of a run, as sentences.
 
-    Data that the run may have written does not count: files that did not exist at its start, if the
-    newest was last written while it ran. Of a program neither do those that existed.
+    Data that the run may have written does not count: files of which the newest was last written
+    while it ran; see `rewritten_data`.
 
     Args:
         before: as `inputs_of` recorded it.
@@ -100,23 +99,53 @@ def differences(run: RunDir, before: Mapping[str, Any], config: Config) -> list[
         now = _sha256(Path(name))
         if now != digest:
             sentences.append(f"{_shown(name)} {'is gone' if now is None else 'has changed'}")
+    for key, is_of_run in _changed_data(run, before, config):
+        if not is_of_run:
+            sentences.append(
+                f"files of {key} have changed" if key.startswith(KEYS) else f"{key} has changed"
+            )
+    return sentences
+
+
+def rewritten_data(run: RunDir, before: Mapping[str, Any], config: Config) -> list[str]:
+    """Return, as sentences, the data of a job class with files that were there when the run began,
+    and were written or removed while it ran. The run may have done that (a lock, an index), or
+    another process.
+
+    New files do not count, nor does the data of a program, which may write there.
+
+    Args:
+        before: as `inputs_of` recorded it.
+    """
+    if is_program(config.job):
+        return []
+    there, times = dict(_data(config)), before.get("times") or {}
+    began = run.read_submission().get("time") or 0.0
+    return [
+        f"files of {key} that the run began with were written while it ran, perhaps by itself"
+        for key, is_of_run in _changed_data(run, before, config)
+        # The run's folder may be in the data, with files that change.
+        if is_of_run and not run.path.is_relative_to(there[key].absolute())
+        if _stamp(there[key], times.get(key, began)) != before["data"][key]
+    ]
+
+
+def _changed_data(
+    run: RunDir, before: Mapping[str, Any], config: Config
+) -> Iterator[tuple[str, bool]]:
+    """Yield the keys of data that is not as before, and whether it was last written while the run
+    ran.
+    """
     there = dict(_data(config))
     began = run.read_submission().get("time") or 0.0
     logs = [run.logs / name for name in names_in(run.logs)] if run.logs.is_dir() else []
     ended = _newest([run.metrics, run.result, run.checkpoints, *logs])
     for key, stamp in sorted((before.get("data") or {}).items()):
         path = there.get(key)
-        if path is not None and _stamp(path) == stamp:
-            continue
-        if path is not None and began <= _newest(islice(_files(path), MOST_FILES)) <= ended:
-            # The run wrote there. Its own folder may be in it, with files that change.
-            may_change = is_program(config.job) or run.path.is_relative_to(path.absolute())
-            if may_change or _stamp(path, (before.get("times") or {}).get(key, began)) == stamp:
-                continue
-        sentences.append(
-            f"files of {key} have changed" if key.startswith(KEYS) else f"{key} has changed"
-        )
-    return sentences
+        if path is None:
+            yield key, False
+        elif _stamp(path) != stamp:
+            yield key, began <= _newest(islice(_files(path), MOST_FILES)) <= ended
 
 
 def _newest(paths: Iterable[Path]) -> float:
@@ -267,8 +296,10 @@ def _existing(texts: Sequence[Any]) -> Iterator[Path]:
 
 @cached
 def _stamped(path: Path) -> tuple[str, float]:
-    """Return the stamp of a file or folder, and when it was made."""
-    return _stamp(path), time.time()
+    """Return the stamp of a file or folder, and when the newest of its files was written, by the
+    clock that files have: a file server's may differ from this machine's.
+    """
+    return _stamp(path), _newest(islice(_files(path), MOST_FILES))
 
 
 @cached

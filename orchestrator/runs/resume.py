@@ -49,7 +49,13 @@ from orchestrator.rundir.folder import LABELS, RESUMES, RunDir
 from orchestrator.rundir.lock import holder_of, locked
 from orchestrator.rundir.metrics import Tail
 from orchestrator.runs.follow import OutputOptions, PreparedRun, handle_of
-from orchestrator.runs.inputs import INPUTS, accepted, differences, has_done_nothing
+from orchestrator.runs.inputs import (
+    INPUTS,
+    accepted,
+    differences,
+    has_done_nothing,
+    rewritten_data,
+)
 from orchestrator.runs.recorded import check_own, config_of, plan_of_run, submission_directory
 from orchestrator.runs.start import (
     cluster_for,
@@ -352,10 +358,15 @@ def changed_inputs(run: RunDir, resumed: Resumption) -> list[str]:
     accepted what had changed. Nothing counts where no update is done, nor other paths of data that
     are asked for, nor initial weights: the run has a copy.
     """
+    return differences(run, _inputs_that_count(run, resumed), resumed.config)
+
+
+def _inputs_that_count(run: RunDir, resumed: Resumption) -> dict[str, Any]:
+    """Return the recorded inputs of a run that a resume compares, as `changed_inputs` says."""
     if not resumed.done and (
         not is_program(resumed.config.job) or has_done_nothing(run, resumed.config)
     ):
-        return []
+        return {}
     before = run.read_submission().get(INPUTS) or {}
     moved = {
         "train.initial_weights",
@@ -363,7 +374,7 @@ def changed_inputs(run: RunDir, resumed: Resumption) -> list[str]:
         *(change.key for change in resumed.changes),
     }
     data = {key: stamp for key, stamp in (before.get("data") or {}).items() if key not in moved}
-    return differences(run, {**before, "data": data}, resumed.config)
+    return {**before, "data": data}
 
 
 def refuse_changed(inputs_by_run: Mapping[str, Sequence[str]]) -> None:
@@ -510,6 +521,7 @@ def _allow(
     if inputs and not changed:
         refuse_changed({str(run.path): inputs})
     notes = [f"{sentence} since the run began; going on all the same" for sentence in inputs]
+    notes += rewritten_data(run, _inputs_that_count(run, resumed), config)
     if not is_program(config.job):
         # Verified here only where ranks run here; elsewhere they verify the files themselves.
         checkpoint, passed_over = newest(run.checkpoints, run.identity, contents=cluster.attended)

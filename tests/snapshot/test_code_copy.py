@@ -139,14 +139,19 @@ def test_a_link_to_a_folder_is_copied_without_git_too(project, tmp_path, monkeyp
     assert (inner / "environment.yaml").exists()
 
 
+GENERATED = ("generated/__init__.py", "generated/by_computed_name.py", "generated/table.json")
+
+
 @pytest.fixture
 def imports(project, tmp_path, monkeypatch):
     """A job of the project that imports ignored files, and others by links out of it."""
     (project / "mine.py").write_text(
-        "import _version, linked.part, alone, inner.credentials, token\nclass Mine: ...\n"
+        "import _version, linked.part, alone, inner.credentials, token, generated\n"
+        "class Mine: ...\n"
     )
-    (project / ".gitignore").write_text("_version.py\n*.so\nunused.py\n")
-    for name in ("_version.py", "unused.py", "token.py"):
+    (project / ".gitignore").write_text("_version.py\n*.so\nunused.py\ngenerated/\n")
+    (project / "generated").mkdir()
+    for name in ("_version.py", "unused.py", "token.py", *GENERATED, "generated/.env"):
         (project / name).write_text("code\n")
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -162,14 +167,42 @@ def imports(project, tmp_path, monkeypatch):
 def test_ignored_and_linked_files_are_copied_if_the_job_imports_them(imports, tmp_path):
     """Ranks would fail after the queue, or import what has been edited since."""
     found, _, left_out, _ = taken(tmp_path)
-    copied = {"_version.py", "linked/__init__.py", "linked/part.py", "alone.py"}
-    assert copied <= set(found)
-    assert not {"unused.py", "linked/data.bin"} & set(found)
+    linked = {"linked/__init__.py", "linked/part.py", "linked/data.bin", "linked/alone.py"}
+    copied = {"_version.py", "alone.py", *linked, *GENERATED}
+    assert copied <= set(found), "a part of a package would hide the rest of it"
+    assert not {"unused.py", "generated/.env"} & set(found)
     assert not any(found[name].is_symlink() for name in copied)
     assert found["linked/part.py"].read_text() == "part.py of the library\n"
-    assert "alone.py" not in left_out
-    assert "linked" in left_out
+    assert not {"alone.py", "linked"} & set(left_out)
     assert found["inner"].readlink() == Path("package")
+
+
+def test_folder_with_tracked_files_is_copied_whole_if_it_becomes_a_package(imports, tmp_path):
+    """Without its `__init__.py` it would hide nothing, and Python finds the package elsewhere."""
+    (imports / "generated" / "README").write_text("tracked\n")
+    subprocess.run(["git", "add", "-f", "generated/README"], cwd=imports, check=True)
+    found, *_ = taken(tmp_path)
+    assert {*GENERATED, "generated/README"} <= set(found)
+
+
+def test_imported_modules_that_are_too_large_are_left_out_unless_the_copy_hides_them(
+    imports, tmp_path
+):
+    """They are imported from where they are, as without a copy."""
+    for name in ("_version.py", "generated/weights.bin"):
+        (imports / name).touch()
+        os.truncate(imports / name, snapshot.LIMIT_BYTES + 1)
+    found, _, left_out, _ = taken(tmp_path)
+    assert {"_version.py", "generated"} <= set(left_out)
+    assert not {"_version.py", *GENERATED} & set(found)
+    assert {"linked/part.py", "alone.py"} <= set(found)
+    (imports / "package" / "__init__.py").write_text("import package.extension\n")
+    (imports / "package" / "extension.so").touch()
+    os.truncate(imports / "package" / "extension.so", snapshot.LIMIT_BYTES + 1)
+    (imports / ".gitignore").write_text("*.so\ngenerated/\n_version.py\n")
+    (imports / "mine.py").write_text("import package.extension\nclass Mine: ...\n")
+    with pytest.raises(RunFolderError, match=r"package/extension\.so.* files\); set run\.snapshot"):
+        taken(tmp_path / "again")
 
 
 def test_a_folder_that_has_become_a_file_is_copied_as_that(project, tmp_path):

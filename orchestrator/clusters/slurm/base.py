@@ -105,6 +105,7 @@ class BaseSlurmCluster(Cluster):
         left_out = snapshot.copy_code(target_of(self.config.job), run, into)
         if left_out:
             self.tell(
-                f"the copy of the code leaves out what holds secrets by its name, and links "
-                f"that lead elsewhere: {first_few(sorted(left_out), 3)}"
+                f"the copy of the code leaves out what holds secrets by its name, links that lead "
+                f"elsewhere, and what is imported from where it is, as too large: "
+                f"{first_few(sorted(left_out), 3)}"
             )
