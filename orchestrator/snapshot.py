@@ -101,6 +101,11 @@ def _walked(root: Path, tops: set[str]) -> Iterator[str]:
         yield from _below(root, top)
 
 
+def _leads_up(path: Path) -> bool:
+    """Return whether a path is a link to a folder that it is in: followed, it would never end."""
+    return path.is_symlink() and path.parent.resolve().is_relative_to(path.resolve())
+
+
 def _below(root: Path, top: str, *, follow_links: bool = False) -> Iterator[str]:
     """Return the files below a folder of `root`, except hidden folders and compiled Python files.
 
@@ -110,7 +115,9 @@ def _below(root: Path, top: str, *, follow_links: bool = False) -> Iterator[str]
     for folder, folders, files in os.walk(root / top, followlinks=follow_links):
         folders[:] = sorted(f for f in folders if f != "__pycache__" and f[0] != ".")
         names = [f for f in files if not f.endswith(".pyc")]
-        if not follow_links:
+        if follow_links:
+            folders[:] = [f for f in folders if not _leads_up(Path(folder, f))]
+        else:
             names += [f for f in folders if (Path(folder) / f).is_symlink()]
         yield from (str((Path(folder) / name).relative_to(root)) for name in names)
 
@@ -174,10 +181,12 @@ def _imported(
     that are reached by a link out of the folder. By folder, with their sizes.
 
     A package is copied whole: a part of it would hide the rest, which is imported from where it is
-    if the copy has nothing of it. So is what would make the copy too large, unless the copy has the
-    package that it belongs to; such modules and packages are returned, too, by their names.
+    if the copy has nothing of it. One that would make the copy too large is left out; where the
+    ranks could not import it then, only what is certainly imported of it is copied. Such modules
+    and packages are returned, too, by their names.
     """
     sizes_by_unit: dict[tuple[Path, str], dict[str, int]] = {}
+    needed_by_unit: dict[tuple[Path, str], dict[str, int]] = {}
     for path in source_files(target)[0]:
         holders = [root for root in sizes_by_root if path.is_relative_to(root)]
         if not holders:
@@ -188,6 +197,7 @@ def _imported(
         if copied or is_secret(name):
             continue
         unit = _unit(root, name, sizes)
+        needed_by_unit.setdefault((root, unit), {})[name] = path.stat().st_size
         if (root, unit) not in sizes_by_unit:
             sizes_by_unit[root, unit] = _new_files(root, unit, sizes)
     imported: dict[Path, dict[str, int]] = {}
@@ -200,13 +210,15 @@ def _imported(
         return not _is_in_package(unit, sizes_by_root[root]), sum(sizes.values())
 
     for (root, unit), sizes in sorted(sizes_by_unit.items(), key=order):
-        size, count = size + sum(sizes.values()), count + len(sizes)
-        is_too_much = size > LIMIT_BYTES or count > LIMIT_FILES
-        if is_too_much and not _is_in_package(unit, sizes_by_root[root]):
-            size, count = size - sum(sizes.values()), count - len(sizes)
+        files = sizes
+        if size + sum(sizes.values()) > LIMIT_BYTES or count + len(sizes) > LIMIT_FILES:
             left_out.append(unit)
-        else:
-            imported.setdefault(root, {}).update(sizes)
+            # Its package in the copy would hide it; a program finds nothing outside of the copy.
+            if isinstance(target, str) and not _is_in_package(unit, sizes_by_root[root]):
+                continue
+            files = needed_by_unit[root, unit]
+        size, count = size + sum(files.values()), count + len(files)
+        imported.setdefault(root, {}).update(files)
     return imported, left_out
 
 
@@ -241,6 +253,7 @@ def _new_files(root: Path, unit: str, sizes: Mapping[str, int]) -> dict[str, int
         and not is_secret(name)
         and not is_of_runs(os.path.dirname(name))  # noqa: PTH120
         and (root / name).is_file()
+        and os.access(root / name, os.R_OK)  # what is certainly imported is read elsewhere, too
     }
 
 

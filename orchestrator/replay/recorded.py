@@ -23,7 +23,7 @@ from orchestrator.plugins import FRAMEWORKS
 from orchestrator.rundir.checkpoints import Checkpoint, list_checkpoints, load, updates_after
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import History, Record, read_metrics
-from orchestrator.runs.inputs import INPUTS, differences, other_versions
+from orchestrator.runs.inputs import INPUTS, differences, other_versions, rewritten_data
 from orchestrator.runs.recorded import check_own, submission_directory
 
 SPIKE_UPDATES = 32
@@ -215,7 +215,8 @@ class RecordedRun:
         if not code:
             inputs.pop("code", None)
         with submission_directory(self.run):
-            return [*differences(self.run, inputs, self.config), *versions]
+            rewritten = rewritten_data(self.run, inputs, self.config)
+            return [*differences(self.run, inputs, self.config), *rewritten, *versions]
 
     # ------------------------------------------------------------------ samples
 

@@ -67,7 +67,7 @@ from orchestrator.rundir.restarts import (
 )
 from orchestrator.rundir.status import kind_of
 from orchestrator.rundir.warnings import NewWarnings
-from orchestrator.runs.inputs import INPUTS, differences
+from orchestrator.runs.inputs import INPUTS, differences, rewritten_data
 
 T = TypeVar("T")
 
@@ -362,7 +362,7 @@ def _run_attempts(ready: PreparedRun) -> int:
         output.note(decision.message, "yellow")
         for changed in _Reading(output=output)(lambda: _differences(run, ready.config), []):
             # This attempt starts by itself: no user can accept the change, as with `resume`.
-            more = f"warning: {changed} since the run began; attempt {number + 1} has it as it is"
+            more = f"warning: {changed}; attempt {number + 1} has it as it is"
             say(output.console, more, "yellow", prose=True)
     if interrupted:
         culprit = Culprit(rank=None, node="launcher", cause=CANCELLED_AT_ONCE)
@@ -387,7 +387,9 @@ def _run_attempts(ready: PreparedRun) -> int:
 
 def _differences(run: RunDir, config: Config) -> list[str]:
     """Return what has changed in the code and data of a run since it began."""
-    return differences(run, run.read_submission().get(INPUTS) or {}, config)
+    before = run.read_submission().get(INPUTS) or {}
+    changed = [f"{sentence} since the run began" for sentence in differences(run, before, config)]
+    return [*changed, *rewritten_data(run, before, config)]
 
 
 def _attempt(ready: PreparedRun, number: int) -> tuple[State, bool, Culprit | None]:

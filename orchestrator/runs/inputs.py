@@ -150,7 +150,11 @@ def _changed_data(
 
 def _newest(paths: Iterable[Path]) -> float:
     """Return when the last of these files was written; 0 if none exists."""
-    return max((path.stat().st_mtime for path in paths if path.exists()), default=0.0)
+    newest = 0.0
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # others write there, too
+            newest = max(newest, path.stat().st_mtime)
+    return newest
 
 
 def accepted(before: Mapping[str, Any], config: Config) -> dict[str, Any]:

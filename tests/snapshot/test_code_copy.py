@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator import snapshot
+from orchestrator.config.program import ProgramConfig
 from orchestrator.errors import RunFolderError
 from orchestrator.rundir.folder import RunDir
 from orchestrator.snapshot import CODE_VARIABLE, submitted
@@ -203,6 +204,34 @@ def test_imported_modules_that_are_too_large_are_left_out_unless_the_copy_hides_
     (imports / "mine.py").write_text("import package.extension\nclass Mine: ...\n")
     with pytest.raises(RunFolderError, match=r"package/extension\.so.* files\); set run\.snapshot"):
         taken(tmp_path / "again")
+
+
+def test_a_package_that_is_too_large_is_copied_in_part_where_ranks_cannot_reach_it(
+    project, tmp_path
+):
+    """Its own folder is not on their path: the script is the copied one."""
+    (project / "train.py").write_text("import generated.part\n")
+    (project / ".gitignore").write_text("generated/\n")
+    (project / "generated").mkdir()
+    (project / "generated" / "part.py").write_text("")
+    (project / "generated" / "again").symlink_to(".")  # followed, it would never end
+    large = project / "generated" / "weights.bin"
+    large.touch()
+    program = ProgramConfig(command=(str(project / "train.py"),))
+    names, _ = _copied(program, tmp_path / "small")
+    assert "generated/weights.bin" in names
+    assert not any("again" in name for name in names)
+    os.truncate(large, snapshot.LIMIT_BYTES + 1)
+    names, left_out = _copied(program, tmp_path / "large")
+    assert "generated/part.py" in names
+    assert "generated/weights.bin" not in names
+    assert "generated" in left_out
+
+
+def _copied(target, run):
+    left_out = snapshot.copy_code(target, run, run / "code")
+    files = (path for path in (run / "code").rglob("*") if path.is_file())
+    return {str(path.relative_to(run / "code")).partition("/")[2] for path in files}, left_out
 
 
 def test_a_folder_that_has_become_a_file_is_copied_as_that(project, tmp_path):

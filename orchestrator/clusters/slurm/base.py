@@ -106,6 +106,7 @@ class BaseSlurmCluster(Cluster):
         if left_out:
             self.tell(
                 f"the copy of the code leaves out what holds secrets by its name, links that lead "
-                f"elsewhere, and what is imported from where it is, as too large: "
+                f"elsewhere, and, as too large, what is imported from where it is, or copied in "
+                f"part: "
                 f"{first_few(sorted(left_out), 3)}"
             )

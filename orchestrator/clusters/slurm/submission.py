@@ -95,13 +95,12 @@ def queue(
     }
     client = SlurmClient(slurm_conf)
     with _noted(folder, note) as lock:
-        # From now on a job of this folder waits for its record; one that began before trains. The
-        # note of a run alone stays, by which its job is found. An array's script is a new one.
+        # From now on a job of this folder waits for its record; one that began before trains, and
+        # the note stays. By a run's its job is found; an array's script is a new one.
         begun = [run for run in _runs_of(folder, elements) if run.attempts_made() > attempt]
         if begun:
             how = "`status` finds it"
             if elements is not ALONE:
-                folder.submitting.unlink()
                 how = "`squeue --me` shows its number"
             raise ClusterError(
                 f"{begun[0].path}: an earlier job, whose answer was lost, has begun attempt "
@@ -219,7 +218,12 @@ def adopt(folder: RunDir) -> str:
         if job is None:
             folder.submitting.unlink()
             runs = _runs_of(folder, elements)
-            if any(run.attempts_made() > note["attempt"] for run in runs):
+            if begun := [run for run in runs if run.attempts_made() > note["attempt"]]:
+                if elements != ALONE:  # perhaps in an array of an earlier script
+                    return (
+                        f"{begun[0].path} has begun in a job that is not recorded; if that still "
+                        f"runs, `squeue --me` shows its number"
+                    )
                 return f"{folder.path}: its job has ended, and the accounting does not know it"
             return f"{folder.path}: the command that was to submit it was ended before sbatch did"
         _write_handles(folder, note, job)

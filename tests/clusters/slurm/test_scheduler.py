@@ -450,7 +450,7 @@ def test_no_array_is_queued_for_an_attempt_that_a_late_one_has_begun(tmp_path, s
     with pytest.raises(ClusterError, match=r"begun attempt 0 .* `squeue --me` shows its number"):
         queue(sweep, tmp_path / "arrays" / "001.sh", 0, None, ["0", "1"])
     assert not calls()
-    assert not sweep.submitting.exists()
+    assert sweep.submitting.exists(), "its elements that wait for their record train"
 
 
 def test_a_second_job_of_a_run_is_reported_with_its_number(submitted, say):
