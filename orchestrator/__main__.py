@@ -106,11 +106,11 @@ def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
 
     `-v` is added here to the verbs that do not read it themselves.
     """
-    own_parameters = inspect.signature(function, eval_str=True).parameters
+    signature = inspect.signature(function, eval_str=True)
     adds_verbose = (
         settings_of(function).adds_verbose
-        and "verbose" not in own_parameters
-        and not any(_declares(parameter, "-v") for parameter in own_parameters.values())
+        and "verbose" not in signature.parameters
+        and not any(_declares(parameter, "-v") for parameter in signature.parameters.values())
     )
 
     @functools.wraps(function)
@@ -125,7 +125,6 @@ def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
             raise typer.Exit(print_error(error, verbose=verbose)) from error
 
     if adds_verbose:  # typer reads the options from the signature
-        signature = inspect.signature(function, eval_str=True)
         option = inspect.Parameter(
             "verbose", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Verbose
         )

@@ -253,7 +253,7 @@ def _new_files(root: Path, unit: str, sizes: Mapping[str, int]) -> dict[str, int
         and not is_secret(name)
         and not is_of_runs(os.path.dirname(name))  # noqa: PTH120
         and (root / name).is_file()
-        and os.access(root / name, os.R_OK)  # what is certainly imported is read elsewhere, too
+        and os.access(root / name, os.R_OK)  # one that cannot be read would end the start
     }
 
 
@@ -318,8 +318,8 @@ def copy_code(target: str | ProgramConfig, run: Path, into: Path) -> list[str]:
     A copy of an earlier start that was refused is replaced. Files cannot be written.
 
     Returns:
-        The names of files that were left out: secrets, links that lead elsewhere, and modules that
-        are imported from where they are, as too large.
+        The names of files that were left out: secrets, links that lead elsewhere, and, as too large,
+        what is imported from where it is or copied in part.
 
     Raises:
         RunFolderError: there is too much of it, or git does not say which files it ignores.
