@@ -318,8 +318,8 @@ def copy_code(target: str | ProgramConfig, run: Path, into: Path) -> list[str]:
     A copy of an earlier start that was refused is replaced. Files cannot be written.
 
     Returns:
-        The names of files that were left out: secrets, links that lead elsewhere, and, as too large,
-        what is imported from where it is or copied in part.
+        The names of files that were left out: secrets, links that lead elsewhere, and what is too
+        large, so imported from where it is or copied in part.
 
     Raises:
         RunFolderError: there is too much of it, or git does not say which files it ignores.
