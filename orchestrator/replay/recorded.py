@@ -215,8 +215,9 @@ class RecordedRun:
         if not code:
             inputs.pop("code", None)
         with submission_directory(self.run):
+            changed = [*differences(self.run, inputs, self.config), *versions]
             rewritten = rewritten_data(self.run, inputs, self.config)
-            return [*differences(self.run, inputs, self.config), *rewritten, *versions]
+        return [*(f"{text} since the run began" for text in changed), *rewritten]
 
     # ------------------------------------------------------------------ samples
 

@@ -94,9 +94,7 @@ def replay_update(
         last = updates_after(after) - 1
     if checkpoint is None and (recorded.updates[0]["update"] > 0):
         notes.append("the record does not begin at update 0; what came before is not compared")
-    notes += [
-        f"{text} since the run began" for text in recorded.changes(code=not scratch.uses_copy)
-    ]
+    notes += recorded.changes(code=not scratch.uses_copy)
     if scratch.uses_copy:
         notes.append(f"the code is the run's own copy: {scratch.code_copy()}")
     say = scratch.say
