@@ -45,11 +45,14 @@ class Finding:
 
 
 def restart_waits(workers: Iterable[WorkerState], now: float) -> None:
-    """Measure all waits from now: a member is lost, or a generation begins, and what its members
-    waited for before will not come.
+    """Measure all waits from now: a rank has ended or is lost, or a generation begins. What the
+    others waited for before has come, or will not come.
     """
     for worker in workers:
-        if worker.standing is Standing.WAITS:
+        # A program's wait looks like idleness.
+        if worker.standing is Standing.WAITS or (
+            worker.program and worker.standing is Standing.IDLE
+        ):
             worker.stands_since = now
 
 

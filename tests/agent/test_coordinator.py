@@ -547,6 +547,20 @@ def test_waits_for_a_lost_rank_do_not_count_against_those_that_continue(attempt)
     assert attempt.commands_of("die"), "now they wait for one another"
 
 
+@pytest.mark.parametrize(("standing", "program"), [("waits", False), ("idle", True)])
+def test_waits_for_a_rank_that_has_finished_count_from_its_end(tmp_path, standing, program):
+    attempt = Attempt(tmp_path, survive=False)
+    for rank in (1, 2):
+        stand(attempt, rank, standing, program=program)
+    stand(attempt, 0, "declared")
+    pass_s(attempt, 2 * HANG_S)  # its last evaluation
+    attempt.end(0, final_state="finished")
+    pass_s(attempt, HANG_S / 2)  # the others' agents report late that they make progress again
+    assert not attempt.commands_of("die")
+    pass_s(attempt, HANG_S)
+    assert attempt.commands_of("die"), "they wait for what never comes"
+
+
 def test_ranks_that_were_all_ended_for_hanging_are_not_said_to_be_killed(attempt):
     for rank in (1, 0, 2):
         attempt.take("hangs", rank, cause=f"it hangs: rank {rank} at a lock", **AWAKE, seen=SEEN)
