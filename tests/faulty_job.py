@@ -28,6 +28,8 @@ class Faulty:
         self.pause_s, self.fault = pause_s, fault
         self.fault_rank, self.fault_after = fault_rank, fault_after
         self.hold = Hold(hold) if hold else None
+        if self.hold:
+            self.hold.wait_as_newcomer()
         # The next update is unknown until this process's first boundary. These are of one process
         # by intention, so the engine's warning of state that no checkpoint holds is not wanted.
         self._progress = UserDict(steps=0, next_update=None)

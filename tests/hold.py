@@ -2,7 +2,7 @@
 
 The test and the job share a folder. The test calls `hold_before`, waits with `wait_until_held`,
 acts, and moves the hold on or calls `release`; after `request_stop` if it asks for a stop. The job
-calls `wait_at` in every micro-step.
+calls `wait_as_newcomer` when it is made, and `wait_at` in every micro-step.
 """
 
 import json
@@ -88,7 +88,21 @@ class Hold:
         found = [path.name.split("-") for path in self.folder.glob(f"held-{update}-*")]
         return {int(rank) for _, _, rank, pid in found if Path(f"/proc/{pid}").exists()}
 
+    def hold_newcomers(self):
+        """Hold every process of a rank that starts from now on, before it asks to join the others.
+        Only of a run that trains: a first process is held as well.
+        """
+        (self.folder / "newcomers").touch()
+
+    def release_newcomers(self):
+        (self.folder / "newcomers").unlink()
+
     # ------------------------------------------------------------------ in the job
+
+    def wait_as_newcomer(self):
+        """Wait while newcomers are held; when the job is made."""
+        while (self.folder / "newcomers").exists():
+            time.sleep(0.02)
 
     def wait_at(self, update):
         """Wait while `update` is held. A rank that has just (re)started passes None until its first

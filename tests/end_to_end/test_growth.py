@@ -74,21 +74,17 @@ def kill_one_after_another(run, victims, *more, ranks_per_node=2, kill_newcomer=
     for number, victim in enumerate(victims):
         node = victim if isinstance(victim, str) else None
         first = helpers.node_process(run, node).pid if node else helpers.rank_pid(run, victim)
+        if not number:
+            hold.hold_newcomers()
         os.kill(first, signal.SIGKILL)
-        newcomer = partial(other_process, run, victim, first)
-        if kill_newcomer and not number:
-            os.kill(helpers.until(newcomer, what="a newcomer"), signal.SIGKILL)
-        if full is not None and not number:
-            found = helpers.until(newcomer, what="a newcomer")
-            os.kill(found, signal.SIGSTOP)
-            helpers.until(lambda: notes(run, "survived"), what="going on")
-            coordinator = helpers.node_process(run, "node0").pid
-            with full_disk(helpers.rank_pid(run, full)), full_disk(coordinator):
-                os.kill(found, signal.SIGCONT)
-                log = run / "logs" / f"rank-{victim:05d}.log"
-                asks = lambda log=log: "asks to join" in log.read_text()  # noqa: E731
-                helpers.until(asks, what="a newcomer that asks")
-                time.sleep(1.0)  # some boundaries, at each of which it could come in
+        if not number:
+            newcomer = helpers.until(partial(other_process, run, victim, first), what="a newcomer")
+            if kill_newcomer:
+                os.kill(newcomer, signal.SIGKILL)
+            if full is None:
+                hold.release_newcomers()
+            else:
+                let_in_with_a_full_disk(run, victim, full, hold)
         back += ranks_per_node if node else 1
         helpers.until(lambda all_=back: len(came(run)) == all_, what="coming back")
         # A loss while the new group forms may cost another rank, too; that is not the subject here.
@@ -96,6 +92,17 @@ def kill_one_after_another(run, victims, *more, ranks_per_node=2, kill_newcomer=
         helpers.until(partial(trains_or_is_held, run, seen), what="training on")
     hold.release()
     return helpers.await_exit(process, 0)
+
+
+def let_in_with_a_full_disk(run, newcomer, full, hold):
+    """Let a held newcomer ask to join while neither rank `full` nor the coordinator can write."""
+    helpers.until(lambda: notes(run, "survived"), what="going on")
+    coordinator = helpers.node_process(run, "node0").pid
+    with full_disk(helpers.rank_pid(run, full)), full_disk(coordinator):
+        hold.release_newcomers()
+        log = run / "logs" / f"rank-{newcomer:05d}.log"
+        helpers.until(lambda: "asks to join" in log.read_text(), what="a newcomer that asks")
+        time.sleep(1.0)  # some boundaries, at each of which it could come in
 
 
 def trains_or_is_held(run, seen):
