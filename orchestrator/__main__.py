@@ -51,6 +51,7 @@ from orchestrator.errors import (
     OrchestratorError,
     RunFolderError,
     UsageError,
+    expand_user,
     require_cwd,
 )
 from orchestrator.launch import main as launch_main
@@ -101,6 +102,14 @@ def _declares(parameter: inspect.Parameter, option: str) -> bool:
     return any(option in (getattr(each, "param_decls", None) or ()) for each in settings)
 
 
+def _with_home(value: Any) -> Any:
+    """Return a parameter's value with `~` replaced in paths, which a shell leaves in quotes."""
+    if isinstance(value, list):
+        items: list[Any] = value
+        return [_with_home(item) for item in items]
+    return expand_user(str(value)) if isinstance(value, Path) else value
+
+
 def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a verb whose errors become one message and an exit code; with `-v`, a traceback too.
 
@@ -118,6 +127,7 @@ def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
         verbose = kwargs.pop("verbose", False) if adds_verbose else kwargs.get("verbose", False)
         try:
             require_cwd()
+            kwargs = {name: _with_home(value) for name, value in kwargs.items()}
             return function(*args, **kwargs)
         except BrokenPipeError:
             raise

@@ -14,7 +14,6 @@ import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
@@ -53,7 +52,6 @@ from orchestrator.engine.torch.accumulator import Accumulator, only_accumulator
 from orchestrator.engine.torch.consistency_checks import (
     Trait,
     check_same_traits,
-    machine_warning,
     versions,
 )
 from orchestrator.engine.torch.engine import peak_memory_bytes
@@ -635,7 +633,7 @@ def windows_of(
         waiting.call_at_changes(lambda: run.declare(waiting.declared_activity()))
     if settings.reduction == "reproducible":
         be_deterministic()
-        sentences = machine_warning(partial(gather_numbers, group), settings.reduction)
+        sentences: list[str] = []
         for model in (accumulator.model for accumulator in accumulators):
             sentences += compiled_advice(model) if isinstance(model, Module) else []
         for sentence in sentences if group.rank == 0 else ():

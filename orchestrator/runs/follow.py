@@ -319,7 +319,7 @@ def follow(handle: Handle, run: RunDir, output: OutputOptions, *, recent: int = 
         return EXIT_INTERRUPTED
     code = EXIT_CODES[state]
     result = await_readable(run.read_result)
-    if result is None and handle.culprit is None:
+    if result is None and handle.culprit is None and state is not State.FINISHED:
         lost = f"{run.path} has ended without a result: its launcher is gone"
         say(output.console, lost, "bold red")
         say(output.console, f"to go on from here: {command('resume', run.path)}", "bold")

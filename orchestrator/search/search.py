@@ -47,6 +47,7 @@ from orchestrator.report.terminal import command, say
 from orchestrator.rundir.files import (
     PRIVATE_FILE,
     READ_PATIENCE_S,
+    is_unreadable_now,
     make_folder,
     read_json,
     write_json,
@@ -316,6 +317,7 @@ class Trial:
 
     Attributes:
         reported: the last update whose objective Optuna knows.
+        verdict: why it is to be pruned, as soon as its folder can be written.
         pruned: why it was asked to stop; a run that ends before it is has a value all the same.
     """
 
@@ -323,6 +325,7 @@ class Trial:
     task: PointTask
     metrics: Tail
     reported: int = -1
+    verdict: str = ""
     pruned: str = ""
 
 
@@ -536,13 +539,30 @@ class Searcher:
         Raises:
             ConfigError: the job does not measure the objective.
         """
+        if trial.verdict:
+            self._prune(trial, again=True)
+            return
         for update in self._report(trial):
             frozen = self._trials()[trial.number]
             if self._pruner is not None and self._pruner.prune(self._study, frozen):
-                trial.pruned = f"worse after update {update + 1} than the median of those before it"
-                write_json(trial.task.run.pruned, {"why": trial.pruned})
-                self._runs.stop(trial.task)
+                why = f"worse after update {update + 1} than the median of those before it"
+                trial.verdict = why
+                self._prune(trial)
                 break
+
+    def _prune(self, trial: Trial, *, again: bool = False) -> None:
+        """Note why a trial is pruned, and stop it; in a later turn if that cannot be noted now."""
+        try:
+            write_json(trial.task.run.pruned, {"why": trial.verdict})
+        except OSError as error:
+            if not is_unreadable_now(error):
+                raise
+            if not again:
+                text = f"{error}; trial {trial.number} is stopped once its folder can be written"
+                self._output.note(text, "yellow", prose=True)
+            return
+        trial.pruned = trial.verdict
+        self._runs.stop(trial.task)
 
     def _report(self, trial: Trial) -> Iterator[int]:
         """Report new values of the objective to Optuna, and yield the updates they are of."""

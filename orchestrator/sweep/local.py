@@ -279,8 +279,9 @@ def _run_point(
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     refusal, code = None, EXIT_FINISHED
-    if not terminal:  # there is no folder yet
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    early = os.memfd_create("terminal.log")  # until there is a folder
+    if not terminal:
+        os.dup2(early, 1)
         output = replace(output, console=Console(width=output.console.width))
     try:
         with prepared_task(task, output) as ready:
@@ -289,6 +290,8 @@ def _run_point(
                 log = open_nofollow(task.run.terminal_log, APPENDING)
                 for standard in (1, 2):
                     os.dup2(log, standard)
+                printed = os.pread(early, os.fstat(early).st_size, 0)
+                sys.stdout.write(printed.decode(sys.stdout.encoding, errors="replace"))
             if ready is not None:
                 code = run_to_end(ready)
     except OrchestratorError as error:

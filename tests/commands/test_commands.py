@@ -19,6 +19,7 @@ from orchestrator.report.status_tables import with_trials
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from tests.helpers import LIMIT_S, ROOT, environment
+from tests.run_folders import make_run
 
 ADD_ONS = sorted(COMMANDS.ours.keys() & {*COMMANDS.names()})
 for add_on in ADD_ONS:
@@ -226,6 +227,15 @@ def test_closed_streams_change_no_exit_code(script, tmp_path, command):
         for closed in ("", "<&- >&-", ">&- 2>&-")
     }
     assert codes == {2 if "=x" in command else 0}
+
+
+def test_a_path_that_a_shell_left_in_quotes_begins_at_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run = make_run(tmp_path / "run")
+    listed = CliRunner().invoke(app, ["status", "--json", "~/run"])
+    assert [row["folder"] for row in json.loads(listed.stdout)] == [str(run.path)]
+    refused = CliRunner().invoke(app, ["status", "~nobody-here/run"])
+    assert (refused.exit_code, "there is no user nobody-here" in refused.output) == (2, True)
 
 
 @pytest.mark.parametrize("more", ["schedule.warmup_updates=2", ""], ids=["warned", "plain"])

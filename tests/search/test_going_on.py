@@ -3,7 +3,9 @@
 Trials end at once here, in real folders and a real journal; whole ones are in `test_whole.py`.
 """
 
+import errno
 import json
+import os
 import shutil
 from io import StringIO
 from pathlib import Path
@@ -290,6 +292,34 @@ def test_a_trial_that_ends_before_it_can_be_pruned_has_its_value(tmp_path):
     assert [trial["value"] for trial in trials][5::3] == [loss_of(5, 1), loss_of(8, 1)]
     assert [trial["why"] is None for trial in trials] == [state == "complete" for state in states]
     assert not runs.began
+
+
+def test_a_trial_whose_folder_cannot_be_written_for_a_moment_is_pruned_later(tmp_path, monkeypatch):
+    class Watched(Judged):
+        """Runs that are judged in two turns before they end."""
+
+        turns = 0
+
+        def wait(self):
+            self.turns += 1
+            self.looked = self.turns % 3 == 0
+            return super().wait() if self.looked else []
+
+    stale = [OSError(errno.ESTALE, os.strerror(errno.ESTALE))]
+
+    def write(path, value):
+        if stale and path == RunDir(path.parent).pruned:
+            raise stale.pop()
+        write_json(path, value)
+
+    monkeypatch.setattr("orchestrator.search.search.write_json", write)
+    script = line_of(tmp_path / "found")[len(SPACE) :]
+    line = [word for word in script if not word.startswith("sweep.search")]
+    grid = ("job.arguments.lr=0.3,0.31,0.32,0.33,0.34,5", "job.arguments.k=1", "sweep.search=grid")
+    runs = Watched(late=())
+    trials = run_to_end(search_of(*grid, "sweep.prune=median", *line), runs)["trials"]
+    assert [trial["state"] for trial in trials] == [*["complete"] * 5, "pruned"]
+    assert (stale, runs.stopped) == ([], [tmp_path / "found" / "5"])
 
 
 def test_a_trial_that_cannot_be_read_for_a_moment_is_followed_on(tmp_path, monkeypatch):

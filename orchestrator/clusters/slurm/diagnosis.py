@@ -14,6 +14,7 @@ import socket
 
 from orchestrator.agent.root_cause import RAISED, TAIL_LINES, from_failure, tail
 from orchestrator.clusters.slurm.scheduler import ScheduledJob
+from orchestrator.config.program import is_program
 from orchestrator.errors import describe_status
 from orchestrator.rundir.files import is_full
 from orchestrator.rundir.folder import RunDir
@@ -170,7 +171,29 @@ def _how(job: ScheduledJob) -> str:
     return "ended" if job.exit_code is None else f"ended with code {job.exit_code}"
 
 
-def diagnose(run: RunDir, job: ScheduledJob) -> tuple[State, Culprit]:
-    """Return the state and culprit of a job that ended without a result. Reads only."""
+def recorded_end(run: RunDir) -> State | None:
+    """Return the state in which the records of the latest attempt end the run, however its job
+    ended; None if they leave that open.
+
+    The batch script writes a program's result. The scheduler may have lost the job before that
+    (`slurmctld -c`), or have killed the script.
+    """
+    attempt = run.latest_attempt
+    outcome = read_outcome(run, attempt)
+    if outcome is None or outcome.state is State.FAILED or outcome.lost is not None:
+        return None
+    if read_departure(run, attempt) is not None:
+        return None
+    if outcome.state is State.FINISHED and not is_program(run.read_config()["job"]):
+        return None  # its rank 0 would have written the result
+    return State.STOPPED if run.cancel.exists() else outcome.state
+
+
+def diagnose(run: RunDir, job: ScheduledJob) -> tuple[State, Culprit | None]:
+    """Return the state of a job that ended without a result, and the culprit of one that did not
+    finish. Reads only.
+    """
+    if recorded_end(run) is State.FINISHED:
+        return State.FINISHED, None
     state = State.STOPPED if job.state == "CANCELLED" else State.FAILED
     return state, culprit_of(run, run.latest_attempt, job=job)

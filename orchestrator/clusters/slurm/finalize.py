@@ -41,6 +41,7 @@ from orchestrator.clusters.slurm.diagnosis import (
     culprit_of,
     describe_agents_end,
     describe_srun_end,
+    recorded_end,
 )
 from orchestrator.clusters.slurm.handle import is_of_another
 from orchestrator.clusters.slurm.scheduler import (
@@ -148,7 +149,9 @@ def finalize_in_job(
         # follows.
         refined = _refine(run, attempt, departure, job, restarts)
         record_restart(run, attempt, refined, RestartKind.REQUEUE)
-    if job is None or job.restarts != restarts:
+    if job is None:  # lost by the controller (`slurmctld -c`), which starts it no more
+        return Next.END if _write_recorded_end(run) else Next.NOTHING
+    if job.restarts != restarts:
         return Next.NOTHING
     if not job.at_work and job.state not in ("COMPLETING", "CANCELLED"):
         return Next.NOTHING
@@ -544,13 +547,14 @@ def _describe_no_progress(run: RunDir, attempt: int, why: str, *, lost: bool, pr
 
 
 def finalize_ended_job(run: RunDir, job: ScheduledJob) -> str | None:
-    """Requeue an ended job if its ranks left in order, else write the run's end.
+    """Requeue an ended job if its ranks left in order, else write the run's end. Of a job that the
+    scheduler does not know any more, write the end that the records of its attempt are sure of.
 
     Does nothing while the job lives, while another process holds the run, when its end is written,
     or if it is not ours to write.
 
     Args:
-        job: the scheduler's latest answer; it is queried once more.
+        job: the scheduler's latest answer, or the forgotten job; it is queried once more.
 
     Returns:
         A sentence if it was requeued.
@@ -575,9 +579,16 @@ def finalize_ended_job(run: RunDir, job: ScheduledJob) -> str | None:
 def _finalize_locked(run: RunDir, seen: ScheduledJob) -> str | None:
     handle = read_handle(run)
     client = client_of(run, handle.get("slurm_conf"))
-    job = queued(client, [seen.id]).get(seen.id) if str(handle["job_id"]) == seen.id else None
+    if str(handle["job_id"]) != seen.id:
+        return None
+    job = queued(client, [seen.id]).get(seen.id)
     list(run.path.iterdir())  # a network file system then looks for a result once more
-    if job is None or job.alive or is_of_another(client, run, job) or run.read_result() is not None:
+    if run.read_result() is not None:
+        return None
+    if job is None or is_of_another(client, run, job):
+        _write_recorded_end(run)
+        return None
+    if job.alive:
         return None
     attempt = int(handle["attempt"]) + job.restarts + _srun_restarts(run, seen.id)
     if read_newest_attempt(run.newest_attempt) > attempt:
@@ -603,6 +614,14 @@ def _finalize_locked(run: RunDir, seen: ScheduledJob) -> str | None:
         if again
         else None
     )
+
+
+def _write_recorded_end(run: RunDir) -> bool:
+    """Write the end that the latest attempt's records are sure of, if they are; return that."""
+    end = recorded_end(run)
+    if end is not None:
+        write_result(run, end)
+    return end is not None
 
 
 def stop_reason(job: ScheduledJob, now: float, ahead_s: float, restarts: int = 0) -> str | None:

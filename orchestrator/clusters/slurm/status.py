@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from orchestrator.clusters.slurm.diagnosis import diagnose
+from orchestrator.clusters.slurm.diagnosis import diagnose, recorded_end
 from orchestrator.clusters.slurm.finalize import finalize_ended_job
 from orchestrator.clusters.slurm.handle import is_of_another
 from orchestrator.clusters.slurm.scheduler import (
@@ -129,7 +129,7 @@ def _query(
                     f"the run's job has ended without a result; job {job.id}, which "
                     f"{run.handle} names, is another one now and runs {job.command}"
                 )
-                statuses[run.path] = replace(status, state="lost", reason=reason)
+                yield from _end_without_job(run, statuses, reason)
             continue
         if job is None:
             if status.state not in ENDED_STATES and not silent:
@@ -138,7 +138,7 @@ def _query(
                     reason += (
                         "; SLURM forgets elements of arrays that are cancelled while they wait"
                     )
-                statuses[run.path] = replace(status, state="lost", reason=reason)
+                yield from _end_without_job(run, statuses, reason)
             continue
         if not job.alive and status.state not in ENDED_STATES:
             try:
@@ -154,6 +154,24 @@ def _query(
             statuses[run.path] = status_or_damage(run, partial(with_job, run, status, job))
 
 
+def _end_without_job(run: RunDir, statuses: dict[Path, RunStatus], reason: str) -> Iterator[str]:
+    """Fill in the status of a run whose job the scheduler does not know: as its records end it, and
+    that is written then; else lost, for this reason.
+    """
+    status = statuses[run.path]
+    try:
+        end = recorded_end(run)
+        if end is not None:
+            finalize_ended_job(run, ScheduledJob(id=str(status.job_id), state="GONE"))
+    except DAMAGE as error:  # the scheduler is silent again, or the folder is damaged
+        yield f"{run.path}: {error}"
+        end = None
+    if end is None:
+        statuses[run.path] = replace(status, state="lost", reason=reason)
+    else:
+        statuses[run.path] = replace(status, state=end.value, reason=None, boundary_age_s=None)
+
+
 def with_job(run: RunDir, status: RunStatus, job: ScheduledJob) -> RunStatus:
     """Merge the folder's status and the scheduler's; a live job's is the later."""
     status = replace(status, nodes=job.nodes)
@@ -163,6 +181,8 @@ def with_job(run: RunDir, status: RunStatus, job: ScheduledJob) -> RunStatus:
         return replace(status, state="cancelled") if cancelled else status
     if not job.alive:
         state, culprit = diagnose(run, job)
+        if culprit is None:
+            return replace(status, state=state.value, boundary_age_s=None)
         name = "cancelled" if job.state == "CANCELLED" else state.value
         who = name_of_culprit(culprit.to_json())
         return replace(status, state=name, reason=culprit.cause, culprit=who, boundary_age_s=None)

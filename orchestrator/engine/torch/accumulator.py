@@ -45,7 +45,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from orchestrator.engine.api import AccumulationOptions, BoundaryReport
+from orchestrator.engine.api import AccumulationOptions, BoundaryReport, EngineSettings
 from orchestrator.engine.common.boundary import NEWCOMERS, STOP, Trailer, UpdatePolicy
 from orchestrator.engine.common.micro_steps import Clock
 from orchestrator.engine.torch.buffers import (
@@ -66,7 +66,11 @@ from orchestrator.engine.torch.checks import (
     is_fully_sharded,
     mean_refusal,
 )
-from orchestrator.engine.torch.consistency_checks import check_same_start, replica_checker
+from orchestrator.engine.torch.consistency_checks import (
+    check_same_start,
+    machine_warning,
+    replica_checker,
+)
 from orchestrator.engine.torch.gradient_digest import gradient_digest, leaf_digest
 from orchestrator.engine.torch.group import BaseGroup, gather_numbers, ranks_where, to_floats
 from orchestrator.engine.torch.model import Precision, check_optimizer, learning_rate_of
@@ -220,6 +224,11 @@ class Accumulator:
         replicate_group = self.fully_sharded.replicate_group if self.fully_sharded else group
         ranks = self.fully_sharded.replicate_ranks if self.fully_sharded else range(group.size)
         check_same_start(group, self.model, named, optimizer, options, replicate_group, ranks)
+        # The engine of a job class compares machines itself, in fast mode too.
+        if options.reduction == "reproducible" and not isinstance(options, EngineSettings):
+            sentences = machine_warning(partial(gather_numbers, group), options.reduction)
+            for sentence in sentences if group.rank == 0 else ():
+                warn(sentence, depth=1)
         self._parts = None
         if model_group is not None:
             self._parts = ModelParts(check_group(model_group, "model_group"), options)

@@ -10,7 +10,7 @@ When the caller does not number the leaves, they are numbered at the boundary, a
 ranks before. Rank 0 can fold such leaves at once; other ranks keep them until then.
 
 Memory: at most 1 + 2 log2(leaves of a rank) gradient buffers, plus one for each kept leaf. Requires
-equal kernels on all ranks; the engine compares versions and threads.
+equal kernels on all ranks; versions and threads are compared at the start.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Calls of SLURM's commands, and the parsing of their answers, with fake commands on PATH."""
 
 import errno
+import json
+import math
 import os
 import shutil
 import time
@@ -246,6 +248,40 @@ def test_a_job_that_the_controller_has_lost_does_not_run_by_its_accounting(submi
     say("sacct", "7|REQUEUED|0:0|n0\n7|NODE_FAIL|0:0|n0")
     (found,), _ = statuses([submitted])
     assert (found.state, "a node failed" in found.reason) == ("failed", True)
+
+
+@pytest.mark.parametrize("reused", [False, True])
+@pytest.mark.parametrize(
+    ("outcome", "departed", "cancelled", "state"),
+    [
+        ("finished", False, False, "finished"),
+        ("finished", False, True, "stopped"),
+        ("finished", True, False, "lost"),
+        ("failed", False, False, "lost"),
+    ],
+)
+def test_a_program_that_ended_has_ended_although_the_controller_lost_its_job(
+    submitted, say, reused, outcome, departed, cancelled, state
+):
+    """Its batch script, which writes the result, was killed with the job, as by `slurmctld -c`."""
+    configured = {**submitted.read_config(), "job": {"command": ["train.py"]}}
+    submitted.write_config(json.dumps(configured))
+    submitted.begin_attempt()
+    write_json(submitted.outcome(0), {"state": outcome, "culprit": None, "lost": None})
+    if departed:
+        write_json(submitted.departure(0), departure_note("preempted", 12))
+    if cancelled:
+        write_json(submitted.cancel, {"how": "stop", "time": 1.0})
+    say("squeue", queue_line(Command="/home/me/other/train.sh") if reused else "")
+    say("sacct", "")
+    say("scontrol", "")
+    handle = SlurmHandle(submitted)
+    handle.job, handle._ended_at = ScheduledJob(id="7", state="GONE"), 1.0
+    handle._queried_at = math.inf  # it has its answer
+    assert (handle.poll(0.0) is State.FINISHED) == (state == "finished")
+    (found,), _ = statuses([submitted])
+    assert found.state == state
+    assert (submitted.read_result() or {"state": "lost"})["state"] == state
 
 
 def test_a_job_that_has_got_the_id_of_a_runs_job_is_not_taken_for_it(submitted, say):

@@ -4,13 +4,22 @@ import contextlib
 import json
 import os
 import signal
+import sys
+from functools import partial
+from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+from rich.console import Console
 
+from orchestrator.agent.processes import fork
+from orchestrator.report.terminal import say
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import locked
+from orchestrator.runs.follow import OutputOptions
+from orchestrator.sweep.local import _run_point
 from tests.helpers import (
     LIGHT,
     LIMIT_S,
@@ -27,6 +36,7 @@ from tests.helpers import (
     verb,
 )
 from tests.hold import Hold, request_stop
+from tests.run_folders import make_run
 
 pytestmark = [pytest.mark.whole_runs, pytest.mark.long]
 
@@ -104,6 +114,30 @@ def test_terminal_and_log_of_each_point(disturbed):
     assert "Points were timed side by side" in said
     assert "update 200/200" in (sweep / "3" / "logs" / "terminal.log").read_text()
     assert "update 200/200" not in said
+
+
+def test_a_warning_before_a_point_has_a_log_is_in_its_log(tmp_path, monkeypatch):
+    """As that of a resume, of data that was rewritten."""
+    run = make_run(tmp_path / "0")
+    task = SimpleNamespace(run=run, point=SimpleNamespace(number=0))
+
+    @contextlib.contextmanager
+    def prepared_task(_, output):
+        say(output.console, "warning: files were written", "yellow", prose=True)
+        yield None
+
+    def be():
+        sys.stdout = os.fdopen(1, "w", closefd=False)  # and not what pytest collects
+        return run_point()
+
+    monkeypatch.setattr("orchestrator.sweep.local.prepared_task", prepared_task)
+    ours, its = Pipe(duplex=False)
+    output = OutputOptions(console=Console(), quiet=True)
+    run_point = partial(_run_point, task, output, (), its, set(), terminal=False)
+    pid = fork(be)
+    assert ours.recv() == (0, None)
+    assert os.waitpid(pid, 0) == (pid, 0)
+    assert run.terminal_log.read_text() == "warning: files were written\n"
 
 
 def test_the_same_line_goes_on_with_what_has_not_finished_and_killed_it_leaves_no_process(
