@@ -208,7 +208,9 @@ def plan(
 ) -> None:
     """Print who would compute what, without starting anything."""
     from orchestrator.config.command_line import CommandLine, check_overrides, program_overrides
-    from orchestrator.sweep.planning import PlannedPoints, plan_line, show_plan
+    from orchestrator.config.composer import Composer
+    from orchestrator.runs.planning import plan_new_run, show_planned_run
+    from orchestrator.sweep.planning import plan_points, show_planned_points
 
     words = tuple(overrides or ())
     if program := program_of(context):
@@ -217,12 +219,21 @@ def plan(
     line = CommandLine(
         overrides=words, config_dir=config_dir, config_name=config_name, multirun=multirun
     )
-    planned = plan_line(line)
-    if not as_json:
-        show_plan(planned, Console())
+    composer = Composer(line)
+    composition = composer.compose()
+    if not composition.sweeps:
+        planned_run = plan_new_run(composition.config())
+        if as_json:
+            print_json(planned_run.to_json())
+        else:
+            show_planned_run(planned_run, Console())
         return
-    print_json(planned.to_json())
-    for sentence in planned.sentences if isinstance(planned, PlannedPoints) else ():
+    planned_points = plan_points(composer)
+    if not as_json:
+        show_planned_points(planned_points, Console())
+        return
+    print_json(planned_points.to_json())
+    for sentence in planned_points.sentences:
         say(Console(stderr=True), f"warning: {sentence}", "yellow")
 
 
