@@ -31,7 +31,6 @@ from orchestrator.engine.api import (
     MicroBatch,
     Window,
 )
-from orchestrator.engine.common.boundary import STOP, Trailer, UpdatePolicy, limb_bits
 from orchestrator.engine.common.held_out import HeldOutSums, evaluating
 from orchestrator.engine.common.job_checks import (
     Kinds,
@@ -47,6 +46,8 @@ from orchestrator.engine.common.micro_steps import Clock, derived_seed, seed_pyt
 from orchestrator.engine.common.modes import ModelModes
 from orchestrator.engine.common.packing import pack, unpack
 from orchestrator.engine.common.replicas import folded
+from orchestrator.engine.common.trailer import STOP, Trailer, limb_bits
+from orchestrator.engine.common.update_policy import UpdatePolicy
 from orchestrator.engine.mindspore.accumulator import (
     Accumulator,
     Sums,
