@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import Module, ModuleList
 from torch.utils.data import default_collate
 
+from orchestrator.client.arguments import whole_number
 from orchestrator.client.balance import MeasuredSpeeds, RecordedSpeeds, Speeds, known_speed
 from orchestrator.client.checkpoint_manager import CheckpointManager
 from orchestrator.client.loop import (
@@ -42,7 +43,6 @@ from orchestrator.client.options import (
     plan_of,
     recorded_speeds_of,
 )
-from orchestrator.client.record import whole_number
 from orchestrator.client.run import CurrentRun
 from orchestrator.config.reading import read_config
 from orchestrator.engine.api import BoundaryReport
