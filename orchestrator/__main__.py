@@ -497,7 +497,7 @@ def compare(
     from orchestrator.api import compare as compare_runs
     from orchestrator.report.compare import print_comparison
     from orchestrator.report.compare_runs import print_run_comparison
-    from orchestrator.report.environments import environment_notes
+    from orchestrator.rundir.environments import environment_notes
     from orchestrator.runs.inputs import code_differences
 
     compared = compare_runs(a, b)

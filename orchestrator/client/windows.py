@@ -71,7 +71,7 @@ from orchestrator.errors import ConfigError, JobError, RunFolderError
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.recorded_speeds import SpeedChanges
 from orchestrator.plan.window import Window
-from orchestrator.report.environments import describe_environment, warnings_of
+from orchestrator.rundir.environments import describe_environment, warnings_of
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.warnings import warn
