@@ -47,7 +47,7 @@ from orchestrator.client.run import CurrentRun
 from orchestrator.config.reading import read_config
 from orchestrator.engine.api import BoundaryReport
 from orchestrator.engine.common import waiting
-from orchestrator.engine.common.micro_steps import derived_seed
+from orchestrator.engine.common.seeds import derived_seed
 from orchestrator.engine.torch import loader
 from orchestrator.engine.torch.accumulator import Accumulator, only_accumulator
 from orchestrator.engine.torch.consistency_checks import (

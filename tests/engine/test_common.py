@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from orchestrator.config.reading import read_config
 from orchestrator.engine.api import AccumulationOptions, EngineSettings
 from orchestrator.engine.common import rendezvous
+from orchestrator.engine.common.clock import Clock
 from orchestrator.engine.common.job_checks import check_fits, checked_figures, warn_of_names
-from orchestrator.engine.common.micro_steps import Clock, seed_python_and_numpy
 from orchestrator.engine.common.rendezvous import backoff, keep_port
+from orchestrator.engine.common.seeds import seed_python_and_numpy
 from orchestrator.engine.common.trailer import Trailer
 from orchestrator.engine.common.update_policy import (
     FIRST_SCALE,

@@ -23,8 +23,8 @@ from orchestrator.engine.common.job_checks import (
     replaced_norms,
 )
 from orchestrator.engine.common.learning_rate import LearningRate
-from orchestrator.engine.common.micro_steps import derived_seed, seed_python_and_numpy
 from orchestrator.engine.common.replicas import ReplicaChecker, WeightRange
+from orchestrator.engine.common.seeds import derived_seed, seed_python_and_numpy
 from orchestrator.engine.common.update_policy import LossScale
 from orchestrator.engine.mindspore.group import MindSporeGroup
 from orchestrator.errors import ConfigError, JobError

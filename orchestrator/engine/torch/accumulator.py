@@ -46,7 +46,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from orchestrator.engine.api import AccumulationOptions, BoundaryReport
-from orchestrator.engine.common.micro_steps import Clock
+from orchestrator.engine.common.clock import Clock
 from orchestrator.engine.common.trailer import NEWCOMERS, STOP, Trailer
 from orchestrator.engine.common.update_policy import UpdatePolicy
 from orchestrator.engine.torch.buffers import (

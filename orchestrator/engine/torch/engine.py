@@ -33,7 +33,7 @@ from orchestrator.engine.common.job_checks import (
     refuse_scheduler,
 )
 from orchestrator.engine.common.job_state import kept_attributes
-from orchestrator.engine.common.micro_steps import derived_seed
+from orchestrator.engine.common.seeds import derived_seed
 from orchestrator.engine.common.trailer import limb_bits
 from orchestrator.engine.torch import loader
 from orchestrator.engine.torch.accumulator import Accumulator
