@@ -227,9 +227,9 @@ class Windows:
             checkpoint_every=options.checkpoint_every,
             trained=Trained(gradients=self._gradients),
         )
-        self._parts = [MicroBatchTracker(is_stop_requested) for _ in accumulators]
-        for accumulator, part in zip(accumulators, self._parts, strict=True):
-            accumulator.track_windows(part)
+        self._trackers = [MicroBatchTracker(is_stop_requested) for _ in accumulators]
+        for accumulator, tracker in zip(accumulators, self._trackers, strict=True):
+            accumulator.track_windows(tracker)
 
     def _gradients(self) -> dict[str, Tensor]:
         """Return the gradients of all accumulators by name; see `ShowsGradients`."""
@@ -325,7 +325,7 @@ class Windows:
         whole = applied = False
         shown_before = shown_error()
         # The first call sets the handlers of signals, which from now on wait for a boundary.
-        self._parts[0].stop_requested()
+        self._trackers[0].stop_requested()
         try:
             for window in self._loop:
                 self._window = self._begin(window)
@@ -374,7 +374,7 @@ class Windows:
                 f"the window of update {window.update} is over; its micro-batches are not handed "
                 "out any more"
             )
-        computed = max(part.computed for part in self._parts)
+        computed = max(tracker.computed for tracker in self._trackers)
         if computed < number:
             raise JobError(
                 f"micro-batch {number} of {len(window)} of update {window.update} was taken, but "
@@ -382,9 +382,9 @@ class Windows:
                 "out. Where they do not count, give them a weight of 0"
             )
         if number < len(window):
-            for accumulator, part in zip(self._all, self._parts, strict=True):
-                part.taken = number + 1
-                part.samples = len(window.planned.micro_batches[number].indices)
+            for accumulator, tracker in zip(self._all, self._trackers, strict=True):
+                tracker.taken = number + 1
+                tracker.samples = len(window.planned.micro_batches[number].indices)
                 accumulator.padding = number >= len(window) - window.planned.padding
         self._loop.begin_micro_step(window.planned, number)
 
@@ -392,9 +392,9 @@ class Windows:
         """Return the first accumulator's report, with the others' losses as metrics, and the
         traffic of all.
         """
-        for part in self._parts:
-            part.require_ended()
-        reports = [part.report for part in self._parts if part.report is not None]
+        for tracker in self._trackers:
+            tracker.require_ended()
+        reports = [tracker.report for tracker in self._trackers if tracker.report is not None]
         digests = [report.gradient_digest for report in reports if report.gradient_digest]
         others = {f"loss_{number}": report.loss for number, report in enumerate(reports) if number}
         return replace(
@@ -414,7 +414,7 @@ class Windows:
         """
         self.running = False
         self._run.release_signals()
-        within = [part.leave() for part in self._parts]
+        within = [tracker.leave() for tracker in self._trackers]
         error = sys.exc_info()[1]
         if whole or failed or not isinstance(error, GeneratorExit) or error.__context__:
             return
