@@ -70,10 +70,12 @@ def measured(commands: Commands, many: int) -> list[list[Any]]:
         commands.timed(f"`plan -m` of {many} points", 10, verbs, "plan", *commands.sweep(many)),
         commands.timed(f"{FEW} points submitted", 5, launch, *commands.sweep(FEW)),
         commands.timed(f"{many} points submitted", 10, launch, *commands.sweep(many)),
-        commands.timed(f"`status` of {FEW} cells", 1, verbs, "status", str(few)),
-        commands.timed(f"`status` of {many} cells", 1, verbs, "status", str(commands.folder(many))),
+        commands.timed(f"`status` of {FEW} points", 1, verbs, "status", str(few)),
         commands.timed(
-            f"`report` of {FEW} cells", 10, verbs, "report", str(few), "-o", str(few / "page.html")
+            f"`status` of {many} points", 1, verbs, "status", str(commands.folder(many))
+        ),
+        commands.timed(
+            f"`report` of {FEW} points", 10, verbs, "report", str(few), "-o", str(few / "page.html")
         ),
     ]
 

@@ -218,7 +218,9 @@ def plan(
 ) -> None:
     """Print who would compute what, without starting anything."""
     from orchestrator.config.command_line import CommandLine, check_overrides, program_overrides
-    from orchestrator.sweep.planning import PlannedPoints, plan_line, show_plan
+    from orchestrator.config.composer import Composer
+    from orchestrator.runs.planning import plan_new_run, show_planned_run
+    from orchestrator.sweep.planning import plan_points, show_planned_points
 
     words = tuple(overrides or ())
     if program := program_of(context):
@@ -227,12 +229,21 @@ def plan(
     line = CommandLine(
         overrides=words, config_dir=config_dir, config_name=config_name, multirun=multirun
     )
-    planned = plan_line(line)
-    if not as_json:
-        show_plan(planned, Console())
+    composer = Composer(line)
+    composition = composer.compose()
+    if not composition.sweeps:
+        planned_run = plan_new_run(composition.config())
+        if as_json:
+            print_json(planned_run.to_json())
+        else:
+            show_planned_run(planned_run, Console())
         return
-    print_json(planned.to_json())
-    for sentence in planned.sentences if isinstance(planned, PlannedPoints) else ():
+    planned_points = plan_points(composer)
+    if not as_json:
+        show_planned_points(planned_points, Console())
+        return
+    print_json(planned_points.to_json())
+    for sentence in planned_points.sentences:
         say(Console(stderr=True), f"warning: {sentence}", "yellow")
 
 
@@ -496,7 +507,7 @@ def compare(
     from orchestrator.api import compare as compare_runs
     from orchestrator.report.compare import print_comparison
     from orchestrator.report.compare_runs import print_run_comparison
-    from orchestrator.report.environments import environment_notes
+    from orchestrator.rundir.environments import environment_notes
     from orchestrator.runs.inputs import code_differences
 
     compared = compare_runs(a, b)

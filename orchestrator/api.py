@@ -27,6 +27,7 @@ from orchestrator import errors
 from orchestrator.clusters.api import class_of
 from orchestrator.config.changes import flat
 from orchestrator.config.command_line import overrides_of, read_command_line
+from orchestrator.config.composer import Composer
 from orchestrator.config.program import is_program
 from orchestrator.config.reading import with_run_folder
 from orchestrator.config.rules import SMALL_IS_GOOD
@@ -74,10 +75,11 @@ from orchestrator.runs.cancel import cancel, cancel_sweep
 from orchestrator.runs.follow import OutputOptions, follow, handle_of
 from orchestrator.runs.launcher import LauncherProcess, launch
 from orchestrator.runs.logs import read_log
+from orchestrator.runs.planning import PlannedRun, plan_new_run
 from orchestrator.runs.recorded import check_own, submission_directory
 from orchestrator.runs.status import statuses
 from orchestrator.snapshot import code_files
-from orchestrator.sweep.planning import PlannedPoints, PlannedRun, plan_line
+from orchestrator.sweep.planning import PlannedPoints, plan_points
 from orchestrator.sweep.sweep import follow_sweep, is_sweep
 
 POLL_S = 0.2
@@ -227,7 +229,9 @@ def _plan(arguments: Sequence[str]) -> PlannedRun | PlannedPoints:
     line, before = read_command_line(arguments), list(sys.path)
     sys.path.insert(0, str(Path.cwd()))  # where the command would find a job's module
     try:
-        return plan_line(line)
+        composer = Composer(line)
+        composition = composer.compose()
+        return plan_points(composer) if composition.sweeps else plan_new_run(composition.config())
     finally:
         sys.path[:] = before
 

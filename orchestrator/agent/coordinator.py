@@ -1,22 +1,22 @@
 """The coordinator: decides for all agents; receives events and sends commands.
 
 It receives every start and end of a worker and of an agent, and decides the members of the next
-generation, which workers are restarted, and how the attempt ended. State that must outlive it is in
+generation, which workers are replaced, and how the attempt ended. State that must outlive it is in
 the attempt's folder: the record of generations, and finally `outcome.json`. Everything else
 arrives with each agent's first message, so any agent can take over.
 
 | an attempt | until | meanwhile `tick` decides on |
 |---|---|---|
 | forms | all workers are ready to train | its first generation |
-| trains | a worker ends in order or fails, or no member lives | losses, restarts, newcomers |
+| trains | a worker ends in order or fails, or no member lives | losses, replacements, newcomers |
 | is over (`_over`) | all workers have ended | its outcome |
 | fails: it is over, and others remain | their time is up (`_election.until`) | who saves |
 | is killed (`_killed`) | all workers have ended, or sleep in the kernel | its outcome |
 
 Parts with a state of their own find what is due, and know nothing of the coordinator: the agents
-(`agent_registry.py`), members (`membership.py`), restarts (`restarts.py`), ranks that make no
-progress (`standstills.py`), the last save (`saver_election.py`), and causes of the end
-(`causes.py`).
+(`agent_registry.py`), members (`membership.py`), replacements of lost ranks (`replacements.py`),
+ranks that make no progress (`standstills.py`), the last save (`saver_election.py`), and causes of
+the end (`causes.py`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from orchestrator.agent.links import Port
 from orchestrator.agent.liveness import BEAT_S, EVICTED, FINISHED, STOPPED
 from orchestrator.agent.membership import Membership
 from orchestrator.agent.node_spec import NodeSpec
-from orchestrator.agent.restarts import Restarts
+from orchestrator.agent.replacements import Replacements
 from orchestrator.agent.root_cause import (
     EXTERNAL_KILL_SIGNALS,
     AbnormalEnd,
@@ -50,7 +50,7 @@ from orchestrator.agent.root_cause import (
 )
 from orchestrator.agent.saver_election import SaverElection
 from orchestrator.agent.stacks import STACK_S
-from orchestrator.agent.standstills import Standstills, restart_waits
+from orchestrator.agent.standstills import Standstills, reset_waits
 from orchestrator.agent.worker_state import WorkerState
 from orchestrator.rundir.files import is_folder, write_json
 from orchestrator.rundir.folder import MISSING_FOLDER_CHECKS, RunDir
@@ -94,7 +94,7 @@ class Coordinator:
             for member in generation["members"]:
                 worker = self.workers[rank_of(member, spec.ranks)]
                 worker.incarnation = max(worker.incarnation, incarnation_of(member, spec.ranks))
-        self._restarts = Restarts(spec, self._record)
+        self._replacements = Replacements(spec, self._record)
         self._standstills = Standstills(spec)
         self._election = SaverElection(spec.hang_s)
         self._causes = Causes(spec)
@@ -191,7 +191,7 @@ class Coordinator:
         """Return the nodes with ranks that are to start again, but with no agent."""
         if self._over:
             return []
-        nodes = {self._spec.node_of(rank) for rank in self._restarts.ranks}
+        nodes = {self._spec.node_of(rank) for rank in self._replacements.ranks}
         return sorted(index for index in nodes if self.agents[index].lost)
 
     def _lose_agent(self, index: int, cause: str = AGENT_GONE) -> None:
@@ -235,7 +235,7 @@ class Coordinator:
                 worker.given_up, worker.killed_at = before.given_up, before.killed_at
             self.workers[worker.rank] = worker
             self._standstills.forget(worker.rank)
-            self._restarts.cancel(worker.rank)  # it lives: its agent was only late
+            self._replacements.cancel(worker.rank)  # it lives: its agent was only late
             if self._over and not self._members.includes(worker):
                 self._kill(worker.rank)  # it came too late to join
         elif kind == "exit":
@@ -250,7 +250,7 @@ class Coordinator:
                 self._on_exit(index, event)
             elif worker.sleeps and worker.incarnation == event["incarnation"]:
                 worker.sleeps, worker.exited = False, True
-                self._schedule_restart(worker.rank)
+                self._schedule_replacement(worker.rank)
         elif kind == "stopped":
             self._check_stopped(worker, event["seconds"])
         elif kind == "standing":
@@ -337,7 +337,7 @@ class Coordinator:
             return
         why = self.workers[rank].given_up
         if event["failure"] is not None and event["failure"].get("excluded"):
-            self._restarts.exclude(rank)
+            self._replacements.exclude(rank)
             why = event["failure"]["cause"]
         end = AbnormalEnd(
             time=self._clock() - event["ago_s"],  # a duration, since clocks of nodes differ
@@ -374,15 +374,15 @@ class Coordinator:
             self._kill(rank)
             lost |= self._members.among([self._member(rank)])
         if self._members.lose(lost, self._clock()):
-            restart_waits(self.workers.values(), self._clock())
+            reset_waits(self.workers.values(), self._clock())
         for rank in ranks:
             # Its "", for no message, would make a survived loss a failure of the attempt.
             self.workers[rank].final_state = None
-            self._schedule_restart(rank)
+            self._schedule_replacement(rank)
 
-    def _schedule_restart(self, rank: int) -> None:
+    def _schedule_replacement(self, rank: int) -> None:
         """Schedule a lost rank's next process; warn if none is started though it is expected."""
-        warning = self._restarts.schedule(rank, self.workers, self._clock(), over=self._over)
+        warning = self._replacements.schedule(rank, self.workers, self._clock(), over=self._over)
         if warning is not None:
             self._warn(rank, warning)
 
@@ -415,7 +415,7 @@ class Coordinator:
                 self._adopt_next()
             self._next_generation(now)
             self._grow(now)
-            self._restart(now)
+            self._start_replacements(now)
         self._kill_hanging(now)
         self._elect_saver(now)  # it may extend the time of those that remain
         if self._kill_remaining(now):
@@ -559,15 +559,15 @@ class Coordinator:
             members = [*self._members.current, *newcomers]
             self._publish(number + 1, members, joined=joined, updates=updates)
 
-    def _restart(self, now: float) -> None:
+    def _start_replacements(self, now: float) -> None:
         """Start the next processes of the ranks that are due, where an agent can."""
-        for unit in self._restarts.due_units(now):
+        for unit in self._replacements.due_units(now):
             agent = self.agents[self._spec.node_of(unit[0])]
             if not agent.is_reachable:
                 continue
             incarnation = 1 + max(self.workers[rank].incarnation for rank in unit)
             for rank in unit:
-                self._restarts.cancel(rank)
+                self._replacements.cancel(rank)
                 self._command(agent.index, "start", rank=rank, incarnation=incarnation)
                 self.workers[rank] = WorkerState(rank, incarnation)
 
@@ -594,7 +594,7 @@ class Coordinator:
         """Adopt the recorded generation and send it to all workers."""
         self._members.adopt(generation, self._clock())
         self._announced_newcomers, self._looked_for_room, self._delay_announced = False, 0.0, 0.0
-        restart_waits(self.workers.values(), self._clock())
+        reset_waits(self.workers.values(), self._clock())
         for worker in self.workers.values():
             if worker.wants_to_join and self._members.among([self._member(worker.rank)]):
                 worker.wants_to_join = False
@@ -603,10 +603,10 @@ class Coordinator:
     # ------------------------------------------------------------------ the end
 
     def _end_in_order(self) -> None:
-        """Form no further generation and restart no worker, since a worker has ended."""
+        """Form no further generation and replace no worker, since a worker has ended."""
         if not self._over:
             self._over = True
-            self._restarts.cancel_all()
+            self._replacements.cancel_all()
             self._to_worker(None, left=True)
             for worker in self.workers.values():
                 if worker.state == "alive" and not self._members.includes(worker):
@@ -683,10 +683,10 @@ class Coordinator:
             self._on_abnormal_end(end, [worker.rank])
 
     def _perhaps_over(self, now: float) -> None:
-        """Write the outcome once all workers have ended and none will be restarted."""
+        """Write the outcome once all workers have ended and none will be replaced."""
         if any(worker.state != "ended" for worker in self.workers.values()):
             return
-        if self._restarts.ranks:
+        if self._replacements.ranks:
             return
         # While this agent was stopped, the others may have continued without it, and its ranks may
         # have failed, since it sent them no generation.

@@ -44,7 +44,7 @@ class Finding:
     ends_run: bool = False
 
 
-def restart_waits(workers: Iterable[WorkerState], now: float) -> None:
+def reset_waits(workers: Iterable[WorkerState], now: float) -> None:
     """Measure all waits from now: a rank has ended or is lost, or a generation begins. What the
     others waited for before has come, or will not come.
     """
@@ -120,7 +120,7 @@ class Standstills:
         if all_wait and self._spec.collective_s is not None and self._spec.collective_s < limit_s:
             key, limit_s = "collective", self._spec.collective_s
         seconds = now - max(worker.stands_since for worker in alive)
-        if seconds < self._spec.limits.notice_s:  # their waits count anew (`restart_waits`)
+        if seconds < self._spec.limits.notice_s:  # their waits count anew (`reset_waits`)
             return Finding(informs=informs, standstill_s=standstill_s)
         describe = describe_waits if all_wait else describe_idle_programs
         seen = {worker.rank: worker.seen for worker in alive}

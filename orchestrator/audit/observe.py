@@ -786,7 +786,7 @@ def _install_scaler(observer: Observer) -> None:
 
 def _install_policy(observer: Observer) -> None:
     """Note how the project's own accumulator clips: with one factor, as it averages."""
-    from orchestrator.engine.common.boundary import EPSILON, UpdatePolicy
+    from orchestrator.engine.common.update_policy import EPSILON, UpdatePolicy
 
     norm_and_factor = UpdatePolicy.norm_and_factor
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrator.client.record import MOST_FIGURES
+from orchestrator.client.arguments import MOST_FIGURES
 from orchestrator.client.run import current_run
 
 # A framework writes the files of a checkpoint one after the other, and may be killed before the

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from orchestrator.client.arguments import whole_number
 from orchestrator.client.loop import Callback, describe_misuse
-from orchestrator.client.record import whole_number
 from orchestrator.config.rules import accumulation_problems
 from orchestrator.config.schema import (
     BOUNDS,

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from orchestrator.client.record import figures, whole_number
+from orchestrator.client.arguments import figures, whole_number
 from orchestrator.client.stop import Stop
 from orchestrator.errors import JobError
 from orchestrator.rundir.files import LineFile

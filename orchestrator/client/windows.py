@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import Module, ModuleList
 from torch.utils.data import default_collate
 
+from orchestrator.client.arguments import whole_number
 from orchestrator.client.balance import MeasuredSpeeds, RecordedSpeeds, Speeds, known_speed
 from orchestrator.client.checkpoint_manager import CheckpointManager
 from orchestrator.client.loop import (
@@ -41,12 +42,11 @@ from orchestrator.client.options import (
     plan_of,
     recorded_speeds_of,
 )
-from orchestrator.client.record import whole_number
 from orchestrator.client.run import CurrentRun
 from orchestrator.config.reading import read_config
 from orchestrator.engine.api import BoundaryReport
 from orchestrator.engine.common import waiting
-from orchestrator.engine.common.micro_steps import derived_seed
+from orchestrator.engine.common.seeds import derived_seed
 from orchestrator.engine.torch import loader
 from orchestrator.engine.torch.accumulator import Accumulator, only_accumulator
 from orchestrator.engine.torch.consistency_checks import (
@@ -69,7 +69,7 @@ from orchestrator.errors import ConfigError, JobError, RunFolderError
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.recorded_speeds import SpeedChanges
 from orchestrator.plan.window import Window
-from orchestrator.report.environments import describe_environment, warnings_of
+from orchestrator.rundir.environments import describe_environment, warnings_of
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.warnings import warn
@@ -225,9 +225,9 @@ class Windows:
             checkpoint_every=options.checkpoint_every,
             trained=Trained(gradients=self._gradients),
         )
-        self._parts = [MicroBatchTracker(is_stop_requested) for _ in accumulators]
-        for accumulator, part in zip(accumulators, self._parts, strict=True):
-            accumulator.track_windows(part)
+        self._trackers = [MicroBatchTracker(is_stop_requested) for _ in accumulators]
+        for accumulator, tracker in zip(accumulators, self._trackers, strict=True):
+            accumulator.track_windows(tracker)
 
     def _gradients(self) -> dict[str, Tensor]:
         """Return the gradients of all accumulators by name; see `ShowsGradients`."""
@@ -323,7 +323,7 @@ class Windows:
         whole = applied = False
         shown_before = shown_error()
         # The first call sets the handlers of signals, which from now on wait for a boundary.
-        self._parts[0].stop_requested()
+        self._trackers[0].stop_requested()
         try:
             for window in self._loop:
                 self._window = self._begin(window)
@@ -372,7 +372,7 @@ class Windows:
                 f"the window of update {window.update} is over; its micro-batches are not handed "
                 "out any more"
             )
-        computed = max(part.computed for part in self._parts)
+        computed = max(tracker.computed for tracker in self._trackers)
         if computed < number:
             raise JobError(
                 f"micro-batch {number} of {len(window)} of update {window.update} was taken, but "
@@ -380,9 +380,9 @@ class Windows:
                 "out. Where they do not count, give them a weight of 0"
             )
         if number < len(window):
-            for accumulator, part in zip(self._all, self._parts, strict=True):
-                part.taken = number + 1
-                part.samples = len(window.planned.micro_batches[number].indices)
+            for accumulator, tracker in zip(self._all, self._trackers, strict=True):
+                tracker.taken = number + 1
+                tracker.samples = len(window.planned.micro_batches[number].indices)
                 accumulator.padding = number >= len(window) - window.planned.padding
         self._loop.begin_micro_step(window.planned, number)
 
@@ -390,9 +390,9 @@ class Windows:
         """Return the first accumulator's report, with the others' losses as metrics, and the
         traffic of all.
         """
-        for part in self._parts:
-            part.require_ended()
-        reports = [part.report for part in self._parts if part.report is not None]
+        for tracker in self._trackers:
+            tracker.require_ended()
+        reports = [tracker.report for tracker in self._trackers if tracker.report is not None]
         digests = [report.gradient_digest for report in reports if report.gradient_digest]
         others = {f"loss_{number}": report.loss for number, report in enumerate(reports) if number}
         return replace(
@@ -412,7 +412,7 @@ class Windows:
         """
         self.running = False
         self._run.release_signals()
-        within = [part.leave() for part in self._parts]
+        within = [tracker.leave() for tracker in self._trackers]
         error = sys.exc_info()[1]
         if whole or failed or not isinstance(error, GeneratorExit) or error.__context__:
             return

@@ -1,4 +1,4 @@
-"""One rank's work in one update: its samples, its micro-batches, the learning rate.
+"""A window as planned: one rank's samples, micro-batches and learning rate in one update.
 
 The loop asks once an update. The division is a value (`Split`) that may be passed in, so that
 survivors, newcomers or a balance by measured speed can use another table for the same update.

@@ -38,7 +38,8 @@ from orchestrator.rehearse.rehearsed_run import (
 )
 from orchestrator.report.terminal import say
 from orchestrator.rundir.metrics import History, updates_of
-from orchestrator.runs.start import ask_cluster, prepare
+from orchestrator.runs.planning import ask_cluster
+from orchestrator.runs.start import prepare
 
 LEAST_UPDATES = 5 * PER_RUN
 RESTARTS = "run.max_restarts=1000"

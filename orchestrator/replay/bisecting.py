@@ -16,8 +16,8 @@ from orchestrator.replay.agreement import LeafDifference, agreement, first_leaf_
 from orchestrator.replay.recorded import RecordedRun
 from orchestrator.replay.scratch import Replay, Request, scratch
 from orchestrator.report.compare_runs import differing_settings
-from orchestrator.report.environments import NOT_RECORDED, differing
 from orchestrator.rundir.checkpoints import updates_after
+from orchestrator.rundir.environments import NOT_RECORDED, differing
 from orchestrator.rundir.files import open_nofollow
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import History, Kind, Record

@@ -17,8 +17,8 @@ from orchestrator.replay.agreement import (
 )
 from orchestrator.replay.recorded import RecordedRun
 from orchestrator.replay.scratch import Line, Replay, Request, Scratch
-from orchestrator.report.environments import NOT_RECORDED, environment_notes
 from orchestrator.rundir.checkpoints import folder_of, updates_after
+from orchestrator.rundir.environments import NOT_RECORDED, environment_notes
 
 
 @dataclass(kw_only=True)

@@ -1,4 +1,4 @@
-"""The restart policy: which restarts are granted, after which pause, and what is no progress.
+"""The restart policy of a run: which restarts are granted, after which pause; what is no progress.
 
 Those that start a run's attempts (`runs/follow.py`, `clusters/slurm/finalize.py`) ask here. A
 restart that is granted is recorded once, in the attempt's decision.json, before any part of it is

@@ -20,7 +20,6 @@ from orchestrator.config.reading import options_of, to_yaml
 from orchestrator.config.rules import refuse_schedule, refuse_unsupported
 from orchestrator.config.schema import Config
 from orchestrator.errors import (
-    ClusterError,
     Interrupted,
     RefusedByRank,
     RunFailed,
@@ -31,10 +30,9 @@ from orchestrator.interrupt import interrupts
 from orchestrator.notify import check_recipients
 from orchestrator.plan.parts import JobFacts
 from orchestrator.plan.plan import Plan
-from orchestrator.plan.program import ProgramPlan, notes_of_program, plan_of_program
+from orchestrator.plan.program import ProgramPlan, plan_of_program
 from orchestrator.plan.recorded_speeds import (
     keep_speeds,
-    names_run,
     possible_ranks,
     speeds_for,
 )
@@ -270,29 +268,3 @@ def _has_begun(run: RunDir, config: Config, error: BaseException) -> bool:
     if isinstance(error, RefusedByRank) and not is_program(config.job):
         return run.metrics.exists() or bool(names_in(run.checkpoints))
     return run.metrics.exists() or run.attempts_made() > 0
-
-
-def with_notes(plan: Plan | ProgramPlan, config: Config) -> dict[str, Any]:
-    """Return a plan as in plan.json, with `notes` about it."""
-    if isinstance(plan, ProgramPlan):
-        return {**plan.to_json(), "notes": notes_of_program(config)}
-    notes = [cluster_of(config).survival_line]
-    if names_run(balance := config.accumulation.balance):
-        notes.append(f"work is dealt by the speeds that {balance} has recorded")
-    return {**plan.to_json(), "notes": [*filter(None, notes)]}
-
-
-def ask_cluster(config: Config) -> tuple[Request, dict[str, Any]]:
-    """Return the request, and the cluster's answer to it; empty if it has none."""
-    cluster = cluster_of(config)
-    request = cluster.request(new_folder(config), 0)
-    warning: str | None = None
-    try:
-        admission = cluster.check(request)
-        answer, refused = admission.message, False
-        warning = "; ".join(admission.warnings) or None
-    except ClusterError as error:
-        answer, refused = str(error), True
-    if not (request.text or answer or warning):
-        return request, {}
-    return request, {"scheduler": answer, "refused": refused, "warning": warning}

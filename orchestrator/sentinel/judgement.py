@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from orchestrator.engine.common.micro_steps import derived_seed
+from orchestrator.engine.common.seeds import derived_seed
 
 LIMBS = 4
 """Numbers of 16 bits that carry a digest of 64: any transport's floats hold them."""

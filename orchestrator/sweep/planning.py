@@ -1,8 +1,7 @@
-"""The plan of a line: of a run, or of each point of a sweep, with what a launch would do."""
+"""The plan of a sweep: each point's, and what a launch would do with it."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,15 +9,14 @@ from typing import Any
 from rich.console import Console
 
 from orchestrator.clusters.api import Cluster, Request, class_for, class_of, cluster_of
-from orchestrator.config.command_line import CommandLine
 from orchestrator.config.composer import Composer
-from orchestrator.config.schema import Config, node_range
+from orchestrator.config.schema import node_range
 from orchestrator.errors import ClusterError, ConfigError
 from orchestrator.plugins import CLUSTERS
-from orchestrator.report.run_tables import print_plan, print_plans
+from orchestrator.report.run_tables import print_plans
 from orchestrator.report.sweep_tables import only_varying
 from orchestrator.report.terminal import literal, new_table, say
-from orchestrator.runs.start import ask_cluster, prepare, with_notes
+from orchestrator.runs.planning import with_notes
 from orchestrator.source.modules import read_once
 from orchestrator.sweep.points import check_points
 from orchestrator.sweep.tasks import Action, PointTask, tasks_of
@@ -55,37 +53,11 @@ class PlannedPoints:
         ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlannedRun:
-    """The effect that a launch of a run would have.
-
-    Attributes:
-        answer: the cluster's answer to the request; empty if it has none.
-    """
-
-    config: Config
-    plan: dict[str, Any]
-    request: Request
-    answer: dict[str, Any]
-
-    def to_json(self) -> dict[str, Any]:
-        if not self.answer:
-            return self.plan
-        return {**self.plan, "request": {**self.request.details, **self.answer}}
-
-
-def plan_line(line: CommandLine) -> PlannedRun | PlannedPoints:
-    """Return each rank's work, of a run or of each point of a sweep, as a launch would have it.
+def plan_points(composer: Composer) -> PlannedPoints:
+    """Return each rank's work in each point of a sweep, as a launch would have it.
 
     Raises `UsageError` as a launch does; `ConfigError` for a search, whose points are not known.
     """
-    composer = Composer(line)
-    composed = composer.compose()
-    if not composed.sweeps:
-        config = composed.config()
-        plan = with_notes(prepare(config), config)
-        request, answer = ask_cluster(config)
-        return PlannedRun(config=config, plan=plan, request=request, answer=answer)
     if composer.search != "none":
         raise ConfigError(
             "a search chooses its points by what came of earlier ones, so there is no plan of them"
@@ -100,30 +72,14 @@ def plan_line(line: CommandLine) -> PlannedRun | PlannedPoints:
     return PlannedPoints(tasks=tasks, plans=plans, sentences=sentences)
 
 
-def show_plan(planned: PlannedRun | PlannedPoints, console: Console) -> None:
-    """Print a plan as tables."""
-    if isinstance(planned, PlannedRun):
-        _show_plan_of_run(planned, console)
-        return
+def show_planned_points(planned: PlannedPoints, console: Console) -> None:
+    """Print the plans of a sweep's points as tables, and the next step for each."""
     varying = only_varying([task.point.overrides for task in planned.tasks])
     labels = [task.point.label(o) for task, o in zip(planned.tasks, varying, strict=True)]
     print_plans(dict(zip(labels, planned.plans, strict=True)), console, most_shown=MOST_PLANS)
     _print_tasks(planned.tasks, console)
     for sentence in planned.sentences:
         say(console, sentence, "yellow", prose=True)
-
-
-def _show_plan_of_run(planned: PlannedRun, console: Console) -> None:
-    print_plan(planned.plan, console)
-    answer = planned.answer
-    if answer and planned.request.text:
-        sys.stdout.write(f"\n{planned.request.text}\n")
-    if sentence := answer.get("scheduler"):
-        is_local = planned.config.cluster.kind == "local"
-        speaker = "a launch here" if is_local else "the scheduler"
-        say(console, f"{speaker} would say: {sentence}", "red" if answer["refused"] else "")
-    if warning := answer.get("warning"):
-        say(console, f"warning: {warning}", "yellow", prose=True)
 
 
 def _cluster_answers(tasks: Sequence[PointTask]) -> list[str]:

@@ -34,7 +34,7 @@ from orchestrator.source.modules import read_once
 from orchestrator.sweep.points import Point, refuse_points
 from orchestrator.units import plural
 
-POINT_RECORD = "cell"  # in submission.json
+POINT_RECORD = "point"  # in submission.json
 POINTS = "points"  # there, too: how many the command had for this folder
 
 
@@ -49,6 +49,12 @@ def notes_of(config: Config, overrides: tuple[str, ...]) -> dict[str, Any]:
     return {POINT_RECORD: {"of": sorted(overrides), "config": digest}, INPUTS: inputs_of(config)}
 
 
+def point_record(submission: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what submission.json records of a point, as `notes_of` returns it; None if nothing."""
+    record = submission.get(POINT_RECORD, submission.get("cell"))  # "cell": earlier versions
+    return record if isinstance(record, dict) else None
+
+
 def why_changed(
     run: RunDir, before: Mapping[str, Any], now: Mapping[str, Any], config: Config
 ) -> str | None:
@@ -58,7 +64,7 @@ def why_changed(
         before, now: as `notes_of` returns them.
     """
     causes: list[str] = []
-    if before[POINT_RECORD].get("config") != now[POINT_RECORD]["config"]:
+    if (point_record(before) or {}).get("config") != now[POINT_RECORD]["config"]:
         old, new = values_of_result(run.read_config()), values_of_result(plain(config))
         causes += [change.text for change in changes(old, new)] or ["the configuration"]
     inputs = before.get(INPUTS) or {}
@@ -166,8 +172,8 @@ def _recorded_tasks(sweeps: set[Path]) -> dict[tuple[str, ...], tuple[RunDir, di
             except RunFolderError:  # damaged: it is looked at when a point needs its folder
                 continue
             # Of copies, such as 3 and 3.bak, the first by name counts.
-            if isinstance(notes.get(POINT_RECORD), dict):
-                tasks.setdefault(tuple(notes[POINT_RECORD].get("of") or ()), (run, notes))
+            if (recorded := point_record(notes)) is not None:
+                tasks.setdefault(tuple(recorded.get("of") or ()), (run, notes))
     return tasks
 
 

@@ -30,9 +30,9 @@ from orchestrator.plan.plan import Plan
 from orchestrator.plan.plan_warnings import balance_text
 from orchestrator.plan.recorded_speeds import kept_speeds
 from orchestrator.plugins import FRAMEWORKS
-from orchestrator.report.environments import describe_environment, warnings_of
 from orchestrator.rundir import checkpoints as checkpoint
 from orchestrator.rundir.checkpoints import split_reference
+from orchestrator.rundir.environments import describe_environment, warnings_of
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import BRANCH, RunDir
 from orchestrator.rundir.warnings import warn

@@ -13,7 +13,7 @@ from orchestrator.agent.coordinator import (
 )
 from orchestrator.agent.liveness import RankPosition
 from orchestrator.agent.node_spec import publish_agent
-from orchestrator.agent.restarts import MOST_FRUITLESS, REST_S
+from orchestrator.agent.replacements import MOST_FRUITLESS, REST_S
 from orchestrator.agent.root_cause import NOT_JOINED
 from orchestrator.agent.saver_election import GRACE_S
 from orchestrator.agent.stacks import STACK_S
@@ -922,7 +922,7 @@ def test_a_folder_that_cannot_be_read_keeps_no_event_from_its_effect(tmp_path, m
     attempt = Attempt(tmp_path, replacements=3)
     assert lose(attempt, 1) == [(1, 1)]
     attempt.take("started", 1, 1)
-    monkeypatch.setattr("orchestrator.agent.restarts.read_progress", stale)
+    monkeypatch.setattr("orchestrator.agent.replacements.read_progress", stale)
     monkeypatch.setattr("orchestrator.agent.root_cause.read_end", stale)
     monkeypatch.setattr("pathlib.Path.open", stale)
     attempt.take("hangs", 1, 1, cause="it hangs", **AWAKE, seen=SEEN)

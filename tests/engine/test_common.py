@@ -14,17 +14,18 @@ from hypothesis import strategies as st
 from orchestrator.config.reading import read_config
 from orchestrator.engine.api import AccumulationOptions, EngineSettings
 from orchestrator.engine.common import rendezvous
-from orchestrator.engine.common.boundary import (
+from orchestrator.engine.common.clock import Clock
+from orchestrator.engine.common.job_checks import check_fits, checked_figures, warn_of_names
+from orchestrator.engine.common.rendezvous import backoff, keep_port
+from orchestrator.engine.common.seeds import seed_python_and_numpy
+from orchestrator.engine.common.trailer import Trailer
+from orchestrator.engine.common.update_policy import (
     FIRST_SCALE,
     GROW_AFTER,
     LARGEST_SCALE,
     LossScale,
-    Trailer,
     UpdatePolicy,
 )
-from orchestrator.engine.common.job_checks import check_fits, checked_figures, warn_of_names
-from orchestrator.engine.common.micro_steps import Clock, seed_python_and_numpy
-from orchestrator.engine.common.rendezvous import backoff, keep_port
 from orchestrator.errors import ConfigError, JobError, NonFiniteError
 from orchestrator.job import Job
 from orchestrator.trainer.setup import engine_settings

@@ -5,7 +5,7 @@ import torch
 
 from jobs.contrastive import Contrastive
 from orchestrator import Loss
-from orchestrator.engine.common.micro_steps import derived_seed
+from orchestrator.engine.common.seeds import derived_seed
 from orchestrator.engine.torch.grad_cache import Layout
 from orchestrator.engine.torch.model import seed_everything
 from orchestrator.errors import JobError

@@ -12,7 +12,7 @@ from orchestrator.plan.window import Window
 from orchestrator.replay.bisecting import Bisection, compare_records, differences_of
 from orchestrator.replay.printing import print_bisection
 from orchestrator.replay.replaying import _unrepeated
-from orchestrator.report.environments import NOT_RECORDED
+from orchestrator.rundir.environments import NOT_RECORDED
 from orchestrator.rundir.files import write_json
 from tests.docs.json_fields import Fields
 from tests.helpers import call, verb

@@ -27,7 +27,7 @@ from orchestrator.rundir.metrics import Figures, summarize
 from tests.run_folders import Screen, record, result
 
 
-def cell(k, *, seconds=0.2, peak=None, samples=256, weights=None, **changes):
+def swept(k, *, seconds=0.2, peak=None, samples=256, weights=None, **changes):
     peak = [300 * 1024**2] if peak is None else [peak]
     ended = result(peak_memory_bytes=peak, **changes)
     updates = [record(n, update_s=seconds, samples=samples) for n in range(20)]
@@ -48,7 +48,7 @@ def cell(k, *, seconds=0.2, peak=None, samples=256, weights=None, **changes):
 
 def failed(k):
     culprit = {"rank": 3, "node": "node1", "cause": "out of memory [cuda]\nmore", "log_tail": []}
-    return cell(k, state="failed", metrics={}, culprit=culprit)
+    return swept(k, state="failed", metrics={}, culprit=culprit)
 
 
 @pytest.fixture
@@ -64,24 +64,24 @@ def weights(tmp_path):
 def test_differences_are_from_the_first_finished_point(weights, tmp_path):
     a, b = weights("a", np.ones(4)), weights("b", np.full(4, 1 + 1e-6))
     other = weights("c", np.ones(5))
-    cells = [
+    points = [
         failed(1),
-        cell(2, weights=a),
-        cell(3, weights=b),
-        cell(4, weights=a),
-        cell(5, weights=other),
-        cell(6, weights=tmp_path / "gone"),
-        cell(7),
+        swept(2, weights=a),
+        swept(3, weights=b),
+        swept(4, weights=a),
+        swept(5, weights=other),
+        swept(6, weights=tmp_path / "gone"),
+        swept(7),
     ]
-    found = differences(cells)
+    found = differences(points)
     assert found == ["-", "reference", "1.0e-06", "same bits", "other shapes", "-", "-"]
 
 
 def test_a_row_for_each_point_and_the_cause_of_each_failure(screen, weights):
     a = weights("a", np.ones(4))
     overrides = {"accumulation.steps": 4, "x": "[b]"}
-    cells = [cell(1, weights=a), failed(2), SweptRun(overrides=overrides, folder=Path("runs/4"))]
-    print_sweep(cells, screen)
+    points = [swept(1, weights=a), failed(2), SweptRun(overrides=overrides, folder=Path("runs/4"))]
+    print_sweep(points, screen)
     text = screen.text
     assert "point 2 (accumulation.steps=2): rank 3 on node1 failed first: out of memory" in text
     assert "[cuda]" in text
@@ -125,8 +125,8 @@ def test_losses_of_different_batches_are_compared_after_equally_many_samples(tmp
 def test_values_are_never_folded(width, weights):
     screen = Screen(width=width)
     metrics = {"accuracy": 0.5, "loss": 0.1, "calibration": 0.25}
-    cells = [cell(k, metrics=metrics, weights=weights("a", np.ones(4))) for k in (64, 1)]
-    print_sweep(cells, screen)
+    points = [swept(k, metrics=metrics, weights=weights("a", np.ones(4))) for k in (64, 1)]
+    print_sweep(points, screen)
     lines = screen.text.splitlines()
     rows = [line for line in lines if line.split()[:1] == ["64"]]
     assert all(len(line) <= width for line in lines)
@@ -148,14 +148,14 @@ def test_values_are_never_folded(width, weights):
 
 
 def test_the_verdict_is_taken_from_the_figures():
-    one = cell(1, seconds=0.2, peak=1000)
-    pair = Pair(title="equal global batch", fewer=one, more=cell(4, seconds=0.3, peak=400))
+    one = swept(1, seconds=0.2, peak=1000)
+    pair = Pair(title="equal global batch", fewer=one, more=swept(4, seconds=0.3, peak=400))
     assert verdict(pair) == (
         "At equal global batch, K=4 against K=1: time per update up (1.50×), "
         "time per sample up (1.50×), peak memory down (0.40×)."
     )
     pair = Pair(
-        title="equal micro-batch", fewer=one, more=cell(4, seconds=0.76, peak=1010, samples=1024)
+        title="equal micro-batch", fewer=one, more=swept(4, seconds=0.76, peak=1010, samples=1024)
     )
     assert verdict(pair) == (
         "At equal micro-batch, K=4 against K=1: time per update up (3.80×), "
@@ -164,13 +164,13 @@ def test_the_verdict_is_taken_from_the_figures():
 
 
 def test_a_failed_run_is_compared_with_none():
-    assert accumulation_pairs([cell(1), failed(4)]) == []
+    assert accumulation_pairs([swept(1), failed(4)]) == []
 
 
 @pytest.mark.parametrize("key", ["train.seed", "accumulation.reduction"])
 def test_points_are_paired_that_differ_in_their_batches_alone(key):
-    small, large, four = cell(1, samples=64), cell(1), cell(4)
-    same_micro_batch, same_batch = accumulation_pairs([small, large, cell(2), four])
+    small, large, four = swept(1, samples=64), swept(1), swept(4)
+    same_micro_batch, same_batch = accumulation_pairs([small, large, swept(2), four])
     assert (same_micro_batch.fewer, same_micro_batch.more) == (small, four)
     assert (same_batch.fewer, same_batch.more) == (large, four)
     for stating in (four, large):  # the other's line did not state it

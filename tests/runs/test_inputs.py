@@ -10,7 +10,7 @@ import pytest
 from orchestrator.api import weights_file
 from orchestrator.config.composer import compose
 from orchestrator.config.program import ProgramConfig
-from orchestrator.report.environments import NOT_RECORDED
+from orchestrator.rundir.environments import NOT_RECORDED
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.runs import inputs

@@ -19,7 +19,7 @@ from orchestrator.rundir.lock import locked
 from orchestrator.rundir.outcome import State, write_result
 from orchestrator.runs.follow import OutputOptions
 from orchestrator.sweep.points import check_points
-from orchestrator.sweep.sweep import _count_not_begun, _run_tasks
+from orchestrator.sweep.sweep import _count_not_begun, _run_tasks, is_sweep
 from orchestrator.sweep.tasks import (
     REPLACED,
     Action,
@@ -34,7 +34,7 @@ from orchestrator.sweep.tasks import (
 pytestmark = pytest.mark.whole_runs
 
 QUIET = OutputOptions(console=Console(quiet=True), quiet=True)
-JOB = "job._target_=cells_job.Mine"
+JOB = "job._target_=points_job.Mine"
 SOURCE = """
 from orchestrator import Job, Loss
 
@@ -59,14 +59,14 @@ class Sweep:
         self.edit("")
 
     def edit(self, more):
-        (self.code / "cells_job.py").write_text(SOURCE + more)
+        (self.code / "points_job.py").write_text(SOURCE + more)
 
     def tasks(self, *more, over=("train.seed=1,2",), force=False):
         line = ["-m", JOB, f"job.data={self.data}", f"run.dir={self.folder}", *over, *more]
         return tasks_of(check_points(Composer(read_command_line(line))), force=force)
 
     def run(self, tasks, state=State.FINISHED):
-        """What a launch of these cells leaves, but for what the ranks would have computed."""
+        """What a launch of these points leaves, but for what the ranks would have computed."""
         for task in tasks:
             with prepared_task(task, QUIET) as ready:
                 ready.run.begin_attempt()
@@ -89,6 +89,17 @@ def test_what_is_replaced_never_moves_to_a_folder_that_is_there(tmp_path):
         (tmp_path / REPLACED / name).mkdir(parents=True)
     assert replaced_folder(tmp_path, "3").name == "3-3"
     assert replaced_folder(tmp_path, "4").name == "4-0"
+
+
+def test_a_record_under_the_key_of_an_earlier_version_is_of_the_same_point(sweep):
+    for number in (0, 1):
+        submission = sweep.run_of(number).submission
+        noted = sweep.run_of(number).read_submission()
+        submission.unlink()
+        noted["cell"] = noted.pop("point")
+        write_json(submission, noted)
+    assert is_sweep(RunDir(sweep.folder))
+    assert [task.action for task in sweep.tasks()] == [Action.NOTHING, Action.NOTHING]
 
 
 def of_another_version(run):
@@ -141,7 +152,7 @@ def test_what_happened_to_a_point_decides_what_is_done_with_it_and_with_no_other
 
 
 def test_changed_code_and_data_run_again_if_accepted(sweep):
-    (sweep.code / "another.py").write_text("import cells_job\n")  # which the job does not import
+    (sweep.code / "another.py").write_text("import points_job\n")  # which the job does not import
     assert {task.why for task in sweep.tasks()} == {"finished"}
     (sweep.data / "samples").write_text("4")
     assert {task.why for task in sweep.tasks()} == {"changed: files of job.data have changed"}
@@ -149,7 +160,7 @@ def test_changed_code_and_data_run_again_if_accepted(sweep):
     tasks = sweep.tasks()
     for task in tasks:
         assert task.action is Action.START
-        code = sweep.code / "cells_job.py"
+        code = sweep.code / "points_job.py"
         assert task.why == f"changed: {code} has changed, files of job.data have changed"
     with pytest.raises(ConfigError, match=r"all points: finished, and changed: .*\n--changed"):
         refuse_replacing(tasks)

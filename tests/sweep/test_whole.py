@@ -12,7 +12,8 @@ from orchestrator.config.composer import Composer, compose
 from orchestrator.errors import ConfigError
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import locked
-from orchestrator.runs.start import prepare, with_notes
+from orchestrator.runs.planning import with_notes
+from orchestrator.runs.start import prepare
 from tests.helpers import LIGHT, call, result, verb
 
 pytestmark = pytest.mark.whole_runs

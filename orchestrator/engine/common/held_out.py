@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from orchestrator.data import HeldOutData
-from orchestrator.engine.common.boundary import BAD_WEIGHT, NARROW, Trailer
 from orchestrator.engine.common.job_checks import warn_of_non_finite
+from orchestrator.engine.common.trailer import BAD_WEIGHT, NARROW, Trailer
 from orchestrator.errors import JobError
 from orchestrator.plan.held_out import HeldOutPiece
 from orchestrator.rundir.warnings import warn

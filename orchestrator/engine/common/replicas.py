@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.engine.common.boundary import DIGEST_BITS, Trailer
+from orchestrator.engine.common.trailer import DIGEST_BITS, Trailer
 from orchestrator.errors import JobError, ReplicasDiffer
 from orchestrator.units import named_ranks
 

@@ -31,7 +31,7 @@ from orchestrator.engine.api import (
     MicroBatch,
     Window,
 )
-from orchestrator.engine.common.boundary import STOP, Trailer, UpdatePolicy, limb_bits
+from orchestrator.engine.common.clock import Clock
 from orchestrator.engine.common.held_out import HeldOutSums, evaluating
 from orchestrator.engine.common.job_checks import (
     Kinds,
@@ -43,10 +43,12 @@ from orchestrator.engine.common.job_checks import (
     uncompiled,
 )
 from orchestrator.engine.common.job_state import MOST_ENTRIES, JobState
-from orchestrator.engine.common.micro_steps import Clock, derived_seed, seed_python_and_numpy
 from orchestrator.engine.common.modes import ModelModes
 from orchestrator.engine.common.packing import pack, unpack
 from orchestrator.engine.common.replicas import folded
+from orchestrator.engine.common.seeds import derived_seed, seed_python_and_numpy
+from orchestrator.engine.common.trailer import STOP, Trailer, limb_bits
+from orchestrator.engine.common.update_policy import UpdatePolicy
 from orchestrator.engine.mindspore.accumulator import (
     Accumulator,
     Sums,

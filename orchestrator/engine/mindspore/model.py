@@ -15,7 +15,6 @@ from mindspore import Parameter, ParameterTuple, Tensor, amp, nn, ops
 from mindspore.experimental import optim
 
 from orchestrator.engine.api import EngineSettings
-from orchestrator.engine.common.boundary import LossScale
 from orchestrator.engine.common.job_checks import (
     name_layers,
     norm_advice,
@@ -24,8 +23,9 @@ from orchestrator.engine.common.job_checks import (
     replaced_norms,
 )
 from orchestrator.engine.common.learning_rate import LearningRate
-from orchestrator.engine.common.micro_steps import derived_seed, seed_python_and_numpy
 from orchestrator.engine.common.replicas import ReplicaChecker, WeightRange
+from orchestrator.engine.common.seeds import derived_seed, seed_python_and_numpy
+from orchestrator.engine.common.update_policy import LossScale
 from orchestrator.engine.mindspore.group import MindSporeGroup
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.job import Job

@@ -46,8 +46,9 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from orchestrator.engine.api import AccumulationOptions, BoundaryReport, EngineSettings
-from orchestrator.engine.common.boundary import NEWCOMERS, STOP, Trailer, UpdatePolicy
-from orchestrator.engine.common.micro_steps import Clock
+from orchestrator.engine.common.clock import Clock
+from orchestrator.engine.common.trailer import NEWCOMERS, STOP, Trailer
+from orchestrator.engine.common.update_policy import UpdatePolicy
 from orchestrator.engine.torch.buffers import (
     HALVES,
     GradHooks,

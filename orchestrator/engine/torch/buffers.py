@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from orchestrator.engine.common.boundary import USES_ALL, USES_CHANGED, Trailer
+from orchestrator.engine.common.trailer import USES_ALL, USES_CHANGED, Trailer
 from orchestrator.engine.torch.group import BaseGroup, version_of
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.plan.wire import bucket_count, trailer_numbers

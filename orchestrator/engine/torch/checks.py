@@ -16,8 +16,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from orchestrator.engine.api import AccumulationOptions
-from orchestrator.engine.common.boundary import MOST_RANKS
 from orchestrator.engine.common.job_checks import check_loss
+from orchestrator.engine.common.trailer import MOST_RANKS
 from orchestrator.engine.torch.buffers import HALVES, is_sharded
 from orchestrator.engine.torch.group import BaseGroup
 from orchestrator.errors import ConfigError, JobError

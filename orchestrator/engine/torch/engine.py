@@ -26,7 +26,6 @@ from orchestrator.engine.api import (
     RecomputedLeaf,
     Window,
 )
-from orchestrator.engine.common.boundary import limb_bits
 from orchestrator.engine.common.held_out import HeldOutSums, evaluating
 from orchestrator.engine.common.job_checks import (
     checked_figures,
@@ -34,7 +33,8 @@ from orchestrator.engine.common.job_checks import (
     refuse_scheduler,
 )
 from orchestrator.engine.common.job_state import kept_attributes
-from orchestrator.engine.common.micro_steps import derived_seed
+from orchestrator.engine.common.seeds import derived_seed
+from orchestrator.engine.common.trailer import limb_bits
 from orchestrator.engine.torch import loader
 from orchestrator.engine.torch.accumulator import Accumulator
 from orchestrator.engine.torch.buffers import as_sharded, local_part
@@ -511,7 +511,7 @@ class TorchEngine(Engine):
                 group.silence = None
             # HCCL has no float64.
             dtype = torch.float32 if group.transport == "hccl" else torch.float64
-            # In limbs, whose sums are exact in any order (common/boundary.py).
+            # In limbs, whose sums are exact in any order (common/trailer.py).
             bits = limb_bits(24 if dtype == torch.float32 else 53, group.size)
             numbers = torch.tensor(sums.numbers(bits), dtype=dtype, device=group.device)
         group.all_reduce_sum(numbers)

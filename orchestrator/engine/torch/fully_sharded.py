@@ -33,8 +33,8 @@ from torch.nn import Module, ModuleList
 from torch.optim import Optimizer
 
 from orchestrator.engine.api import GroupSpec
-from orchestrator.engine.common.boundary import Trailer
 from orchestrator.engine.common.job_checks import name_layers
+from orchestrator.engine.common.trailer import Trailer
 from orchestrator.engine.torch.buffers import (
     GradientBuffers,
     Named,

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from orchestrator.engine.api import EngineSettings, MicroBatch, Window
-from orchestrator.engine.common.micro_steps import derived_seed
+from orchestrator.engine.common.seeds import derived_seed
 from orchestrator.engine.torch.accumulator import Accumulator
 from orchestrator.engine.torch.checks import checked_loss, mean_refusal
 from orchestrator.engine.torch.loader import collate_of

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from orchestrator.engine.api import MicroBatch
-from orchestrator.engine.common.micro_steps import derived_seed
+from orchestrator.engine.common.seeds import derived_seed
 from orchestrator.engine.torch.model import seed_everything
 from orchestrator.errors import JobError
 from orchestrator.job import Job

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from torch.utils.data import get_worker_info
 
 from orchestrator.data import kept_generators
-from orchestrator.engine.common.boundary import LossScale
 from orchestrator.engine.common.job_checks import (
     name_layers,
     norm_advice,
@@ -31,8 +30,9 @@ from orchestrator.engine.common.job_checks import (
 )
 from orchestrator.engine.common.job_state import MOST_ENTRIES, JobState
 from orchestrator.engine.common.learning_rate import LearningRate
-from orchestrator.engine.common.micro_steps import seed_python_and_numpy
 from orchestrator.engine.common.modes import ModelModes
+from orchestrator.engine.common.seeds import seed_python_and_numpy
+from orchestrator.engine.common.update_policy import LossScale
 from orchestrator.engine.torch.buffers import is_dense, is_expanded, local_part
 from orchestrator.engine.torch.group import bytes_of, version_of
 from orchestrator.errors import ConfigError, JobError, did_you_mean

@@ -12,7 +12,7 @@ import math
 import torch
 
 from orchestrator.engine.api import AccumulationOptions, Counters
-from orchestrator.engine.common.boundary import (
+from orchestrator.engine.common.trailer import (
     USES_ALL,
     USES_CHANGED,
     WEIGHT,

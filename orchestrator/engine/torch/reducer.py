@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from orchestrator.engine.api import Counters
-from orchestrator.engine.common.boundary import Trailer, limb_bits
+from orchestrator.engine.common.trailer import Trailer, limb_bits
 from orchestrator.engine.common.waiting import for_others
 from orchestrator.engine.torch.buffers import GradientBuffers, Slice
 from orchestrator.engine.torch.group import BaseGroup, Work, to_floats

@@ -23,7 +23,7 @@ from itertools import accumulate, pairwise
 from torch import Tensor
 
 from orchestrator.engine.api import Counters
-from orchestrator.engine.common.boundary import WIDE, Trailer
+from orchestrator.engine.common.trailer import WIDE, Trailer
 from orchestrator.engine.torch.buffers import GradientBuffers
 from orchestrator.engine.torch.group import BaseGroup, gather_numbers
 from orchestrator.engine.torch.reducer import GradientNorm

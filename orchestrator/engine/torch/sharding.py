@@ -25,8 +25,8 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 
 from orchestrator.config.rules import SHARDABLE
-from orchestrator.engine.common.boundary import WIDE, Trailer
 from orchestrator.engine.common.packing import unpack
+from orchestrator.engine.common.trailer import WIDE, Trailer
 from orchestrator.engine.torch.buffers import (
     GradientBuffers,
     GradientSlot,

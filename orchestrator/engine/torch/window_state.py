@@ -2,7 +2,8 @@
 
 A window is open from its begin to its boundary. In between, gradients count only if their backward
 is the accumulator's own or declared with `record`. Calls that would drop a gradient, count one
-twice, or let ranks diverge are refused, with the remedy.
+twice, or let ranks diverge are refused, with the remedy. In `run.windows`, `MicroBatchTracker` also
+counts the micro-batches of the planned window (`plan/window.py`).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import pytest
 from mindspore import Tensor
 
 from orchestrator.engine.api import EngineSettings, GroupSpec
-from orchestrator.engine.common.boundary import FIRST_SCALE
+from orchestrator.engine.common.update_policy import FIRST_SCALE
 from orchestrator.engine.conformance import CHECKS
 from orchestrator.engine.mindspore.engine import build_engine
 from orchestrator.engine.mindspore.group import AllGather, AllReduceMean, AllReduceSum, form_group

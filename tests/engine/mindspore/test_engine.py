@@ -20,7 +20,7 @@ from orchestrator.config.composer import compose
 from orchestrator.config.rules import refuse_unsupported
 from orchestrator.data import HeldOutData
 from orchestrator.engine.api import EngineSettings, GroupSpec
-from orchestrator.engine.common.boundary import FIRST_SCALE
+from orchestrator.engine.common.update_policy import FIRST_SCALE
 from orchestrator.engine.mindspore.accumulator import Accumulator
 from orchestrator.engine.mindspore.engine import build_engine
 from orchestrator.engine.mindspore.framework import check_installed

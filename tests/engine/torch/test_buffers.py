@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from orchestrator import Loss
-from orchestrator.engine.common.boundary import (
+from orchestrator.engine.common.trailer import (
     LOSS,
     MOST_RANKS,
     NARROW,

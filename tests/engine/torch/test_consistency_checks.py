@@ -8,8 +8,8 @@ from torch import nn, optim
 from torch.utils.data import TensorDataset
 
 from orchestrator import Job, Loss
-from orchestrator.engine.common.boundary import DIGEST_BITS, NARROW, WIDE, Trailer
 from orchestrator.engine.common.replicas import MAX_PARTITIONS, WeightRange, partition_weights
+from orchestrator.engine.common.trailer import DIGEST_BITS, NARROW, WIDE, Trailer
 from orchestrator.engine.torch import Accumulator
 from orchestrator.engine.torch.consistency_checks import digests_of
 from orchestrator.errors import JobError, ReplicasDiffer

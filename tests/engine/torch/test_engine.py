@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from orchestrator import Loss
-from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.engine.common.replicas import minority_ranks
+from orchestrator.engine.common.seeds import derived_seed
 from orchestrator.engine.torch import TorchGroup
 from orchestrator.engine.torch.consistency_checks import machine_warning, versions
 from orchestrator.engine.torch.model import moved, seed_everything

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from orchestrator import Job, Loss
-from orchestrator.engine.common.boundary import FIRST_SCALE
+from orchestrator.engine.common.update_policy import FIRST_SCALE
 from orchestrator.engine.torch.model import FrozenBatchNorm, seed_torch, with_norms
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.local_ranks.threads import run_in_threads

@@ -11,10 +11,12 @@ from safetensors.numpy import load_file, save_file
 from toy_letters import Letters
 
 from orchestrator.engine.api import BoundaryReport, Engine, Framework
-from orchestrator.engine.common.boundary import STOP, LossScale, Trailer, UpdatePolicy
+from orchestrator.engine.common.clock import Clock
 from orchestrator.engine.common.job_checks import check_fits, check_metric_names, checked_figures
-from orchestrator.engine.common.micro_steps import Clock, derived_seed
 from orchestrator.engine.common.replicas import ReplicaChecker
+from orchestrator.engine.common.seeds import derived_seed
+from orchestrator.engine.common.trailer import STOP, Trailer
+from orchestrator.engine.common.update_policy import LossScale, UpdatePolicy
 from orchestrator.errors import ConfigError
 
 ONLY = {

@@ -1,4 +1,4 @@
-"""Restarts of lost ranks: when the next process of each is due, and which ranks get none.
+"""Replacements of lost ranks: when the next process of each is due, and which ranks get none.
 
 A new process asks the training workers to join at a boundary. None is started where none could
 admit it: at the run's end, or when no worker still trains (`run.max_replacements`).
@@ -25,8 +25,8 @@ MOST_FRUITLESS = 2
 """Consecutive processes of a rank that may end without an update together with the others."""
 
 
-class Restarts:
-    """The ranks of one attempt that are to start again."""
+class Replacements:
+    """The ranks of one attempt whose lost process is to be replaced."""
 
     def __init__(self, spec: NodeSpec, record: GenerationRecord) -> None:
         self._spec, self._record = spec, record

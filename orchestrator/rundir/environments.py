@@ -1,4 +1,4 @@
-"""What an attempt is computed with, for environment.json, and how that of two differs."""
+"""Environments of attempts: the description for environment.json, and the comparison of two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments of a program's reports, as values of metrics.jsonl."""
+"""Checks of the arguments of a program's calls: whole numbers, and figures for metrics.jsonl."""
 
 from __future__ import annotations
 
