@@ -1,4 +1,4 @@
-"""What tests assert of a refusal: its class, and the keys and values that its message names.
+"""What tests assert of a message: its class, and the keys and values that it names.
 
 So a sentence can be rewritten. The areas of config and plan hold whole sentences in one table alone
 (`MESSAGES`).
@@ -21,8 +21,13 @@ def refused(error, names):
     with pytest.raises(error) as caught:
         yield caught
     assert caught.type is error
+    assert mentions(str(caught.value), names), str(caught.value)
+
+
+def mentions(text, names):
+    """Return whether a warning, a cause or another sentence has these names, as in `refused`."""
     in_order = ".*?".join(map(_whole, names.split()))
-    assert re.search(in_order, str(caught.value), re.DOTALL), str(caught.value)
+    return re.search(in_order, text, re.DOTALL) is not None
 
 
 def _whole(name):

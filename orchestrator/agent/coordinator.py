@@ -244,7 +244,7 @@ class Coordinator:
                 worker.state, worker.wants_to_join, worker.exited = "ended", False, True
                 self._standstills.forget(worker.rank)
                 # Ranks that waited for it for hours may not have reported yet that it has come.
-                restart_waits(self.workers.values(), self._clock())
+                reset_waits(self.workers.values(), self._clock())
                 if worker.rank == self._election.saver:
                     self._election.end(self._clock())
                 self._on_exit(index, event)

@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 import pytest
 
-from orchestrator.agent.agent_registry import COME_S, MOST_PROBES, MOST_READ
+from orchestrator.agent.agent_registry import AGENT_GONE, COME_S, MOST_PROBES, MOST_READ
 from orchestrator.agent.coordinator import (
     KILL_S,
     LOSS_WAIT_S,
@@ -14,17 +14,18 @@ from orchestrator.agent.coordinator import (
 from orchestrator.agent.liveness import RankPosition
 from orchestrator.agent.node_spec import publish_agent
 from orchestrator.agent.replacements import MOST_FRUITLESS, REST_S
-from orchestrator.agent.root_cause import NOT_JOINED
+from orchestrator.agent.root_cause import NO_EXIT_REPORT, NODE_WENT_AWAY, NOT_JOINED
 from orchestrator.agent.saver_election import GRACE_S
 from orchestrator.agent.stacks import STACK_S
 from orchestrator.engine.common.rendezvous import listen
-from orchestrator.errors import RunFolderError
+from orchestrator.errors import RunFolderError, describe_status
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import MISSING_FOLDER_CHECKS, RunDir
 from orchestrator.rundir.generations import GenerationRecord
 from orchestrator.rundir.metrics import ProgressWriter
 from orchestrator.rundir.outcome import failure_record
 from tests.agent.specs import node_spec
+from tests.refusals import mentions
 
 MOMENT_S = 2 * LOSS_WAIT_S
 SEEN = asdict(RankPosition())
@@ -212,9 +213,9 @@ def test_a_run_is_ended_once_no_rank_can_ever_make_progress(tmp_path, standings,
     assert bool(attempt.commands_of("die")) == ended
     if ended:
         culprit = culprit_of(attempt, 0, 1, 2)
-        assert culprit["cause"].startswith("it hangs: ")
-        each = "rank 1 is at a place of rank 1" if program else "rank 1 waited 1 s at a boundary"
-        assert each in culprit["cause"]
+        assert culprit["hangs"]
+        where = "at a place of rank 1" if program else "1 s at a boundary"
+        assert mentions(culprit["cause"], f"rank 1 {where} (cluster.hang_timeout_s)")
 
 
 def test_a_program_that_never_joined_is_blamed_for_the_others_wait(tmp_path):
@@ -236,7 +237,7 @@ def test_a_rank_that_computes_while_others_wait_is_ended_only_if_a_key_says_so(t
     assert bool(attempt.commands_of("die")) == (other == "busy")
     if other == "busy":
         cause = culprit_of(attempt, 0, 1, 2)["cause"]
-        assert "waited in vain (cluster.collective_timeout_s=30): it was still at a pl" in cause
+        assert mentions(cause, "(cluster.collective_timeout_s=30) at a place of rank 1"), cause
 
 
 def test_no_member_is_ended_for_a_replacement_that_waits_to_be_let_in(tmp_path):
@@ -291,7 +292,7 @@ def test_a_long_stall_is_written_down_once_for_notify(tmp_path):
     assert not attempt.run.stall(0).exists()
     pass_s(attempt, 20)
     first = attempt.run.stall(0).read_text()
-    assert "rank 1 has made no progress" in first
+    assert mentions(first, "rank 1 s at a place of rank 1"), first
     pass_s(attempt, 100)
     assert attempt.run.stall(0).read_text() == first
     stand(attempt, 1, "moves", 0.0)
@@ -413,7 +414,8 @@ def test_a_worker_that_hangs_is_lost_where_the_others_survive_it(attempt):
     attempt.tick(MOMENT_S)
     assert attempt.newest["members"] == [0, 2]
     assert attempt.newest["why"] == ["on node1: it hangs: it has been at the start"]
-    assert "it is ended, and the others go on" in attempt.run.warnings(0, 1).read_text()
+    warned = attempt.run.warnings(0, 1).read_text()
+    assert mentions(warned, "it hangs: it has been at the start; others"), warned
 
 
 ASLEEP = {"cause": "it hangs, asleep in nfs_wait", "asleep": True, "silent": True, "seen": SEEN}
@@ -426,7 +428,7 @@ def test_a_rank_that_sleeps_in_the_kernel_is_left_behind_until_it_wakes_and_ends
     assert attempt.newest["members"] == [0, 1, 2], "it may take a moment to end"
     pass_s(attempt, 3)
     assert attempt.newest["members"] == [0, 2]
-    assert "asleep in nfs_wait; SIGKILL has not ended it" in attempt.newest["why"][0]
+    assert mentions(attempt.newest["why"][0], f"asleep in nfs_wait; SIGKILL {KILL_S:g} s kernel")
     pass_s(attempt, 100)
     assert not attempt.commands_of("start"), "its agent starts no second one"
     attempt.end(1, status=-9)
@@ -475,7 +477,7 @@ def test_a_rank_that_is_killed_before_its_start_is_reported_may_sleep_in_the_ker
     assert [c["rank"] for _, c in attempt.coordinator.commands()] == [2]
     attempt.take("started", 2, 1)
     pass_s(attempt, KILL_S + 1)
-    assert "SIGKILL has not ended it" in attempt.run.warnings(0, 1).read_text()
+    assert mentions(attempt.run.warnings(0, 1).read_text(), f"SIGKILL {KILL_S:g} s kernel")
 
 
 def test_a_rank_is_killed_again_if_its_agent_connects_again(tmp_path):
@@ -539,7 +541,7 @@ def test_waits_for_a_lost_rank_do_not_count_against_those_that_continue(attempt)
     attempt.end(1, status=-9)
     pass_s(attempt, 2)
     warnings = attempt.run.attempt(0).glob("warnings-*")
-    assert "no rank was behind" not in "".join(path.read_text() for path in warnings)
+    assert "cluster.hang_timeout_s" not in "".join(path.read_text() for path in warnings)
     pass_s(attempt, HANG_S / 2)
     assert attempt.newest["members"] == [0, 2]
     assert not attempt.commands_of("die"), "they have just begun to wait for one another"
@@ -588,7 +590,7 @@ def test_a_worker_that_hangs_is_blamed_once_another_has_saved_the_last_boundary(
     assert attempt.commands_of("die")
     culprit = culprit_of(attempt, 2)
     assert culprit["rank"] == 1
-    assert culprit["cause"] == ("it hangs; rank 0 waited for it 9 s at the boundary of update 3")
+    assert mentions(culprit["cause"], "it hangs; rank 0 9 s at the boundary of update 3")
     assert culprit["log_tail"] == ['  File "train.py", line 31, in load_batch']
 
 
@@ -662,7 +664,7 @@ def test_a_killed_worker_is_left_behind_by_a_new_generation(attempt):
     attempt.tick(MOMENT_S)
     assert attempt.newest["members"] == [0, 2]
     assert attempt.newest["gone"] == [1]
-    assert attempt.newest["why"] == ["on node1: killed by signal 9 (SIGKILL)"]
+    assert attempt.newest["why"] == [f"on node1: {describe_status(-9)}"]
     for rank in (0, 2):
         attempt.end(rank, final_state="finished")
     attempt.tick()
@@ -684,8 +686,8 @@ RAISED = {
     [
         (True, {"status": 1, "final_state": "failed", "failure": RAISED}, "ValueError: no"),
         (False, {"status": 1, "final_state": "failed", "failure": RAISED}, "ValueError: no"),
-        (True, {"status": 0}, "exited with code 0 before"),
-        (False, {"status": -9}, "killed by signal 9 (SIGKILL)"),
+        (True, {"status": 0}, describe_status(0) + NO_EXIT_REPORT),
+        (False, {"status": -9}, describe_status(-9)),
     ],
 )
 def test_an_end_that_the_others_do_not_survive_fails_the_run(tmp_path, survive, ended, cause):
@@ -776,7 +778,7 @@ def test_a_rank_whose_processes_come_to_nothing_is_given_up(tmp_path, did_an_upd
         attempt.take("started", 1, 3)
     assert lose(attempt, 1, 2 + did_an_update) == []
     warned = attempt.run.warnings(0, 1).read_text()
-    assert f"its last {MOST_FRUITLESS} processes did no update" in warned
+    assert mentions(warned, f"{MOST_FRUITLESS} processes update"), warned
     assert lose(attempt, 2) == [(2, 1)], "another one is"
 
 
@@ -786,7 +788,7 @@ def test_no_more_processes_are_started_than_were_asked_for(tmp_path):
     assert lose(attempt, 3) == [(2, 1)], "the other one is promised"
     assert lose(attempt, 1) == []
     for index in (1, 3):
-        assert "run.max_replacements=1 were started" in attempt.run.warnings(0, index).read_text()
+        assert mentions(attempt.run.warnings(0, index).read_text(), "run.max_replacements=1")
 
 
 def test_those_that_wait_for_a_generation_learn_that_a_full_disk_delays_it(attempt, monkeypatch):
@@ -858,7 +860,7 @@ def test_a_hanging_process_is_ended_once_though_its_agent_reconnects_before_that
     assert [c["rank"] for _, c in attempt.commands_of("kill")] == [1, 1], "one may not have arrived"
     assert lose(attempt, 1) == []
     assert attempt.outcome is None
-    assert attempt.run.warnings(0, 1).read_text().count('"sentence": "it hangs; it is ended') == 1
+    assert attempt.run.warnings(0, 1).read_text().count('"sentence": "it hangs; ') == 1
 
 
 def test_a_process_without_an_update_counts_once_though_its_agent_reconnects(tmp_path):
@@ -947,7 +949,7 @@ def test_a_node_that_is_gone_takes_its_workers_with_it_and_may_come_back(tmp_pat
     attempt.tick()
     attempt.tick(MOMENT_S)
     assert attempt.newest["gone"] == [2, 3]
-    assert attempt.newest["why"] == ["on node1: its agent is gone"]
+    assert attempt.newest["why"] == [f"on node1: {AGENT_GONE.removeprefix(NODE_WENT_AWAY)}"]
     attempt.tick(1.0)
     assert attempt.commands_of("start") == [], "there is no agent to start them"
     attempt.coordinator.agent_connected(1, [])
@@ -1076,7 +1078,7 @@ def test_a_node_that_comes_back_before_its_loss_was_noticed_is_named(tmp_path):
     attempt.tick(GRACE_S)
     culprit = culprit_of(attempt, 0, 2)
     assert (culprit["rank"], culprit["node"]) == (None, "node1")
-    assert "its agent is gone" in culprit["cause"]
+    assert culprit["cause"] == AGENT_GONE
 
 
 @pytest.mark.parametrize("others_live", [True, False])
@@ -1223,4 +1225,4 @@ def test_a_new_coordinator_knows_how_many_replacements_were_started(tmp_path):
     attempt.tick(MOMENT_S)
     attempt.tick(10.0)
     assert attempt.commands_of("start") == []
-    assert "run.max_replacements=1 were started" in attempt.run.warnings(0, 1).read_text()
+    assert mentions(attempt.run.warnings(0, 1).read_text(), "run.max_replacements=1")

@@ -9,9 +9,10 @@ import pytest
 from benchmarks.hollow import HollowRun
 from orchestrator.agent import agent as agent_module
 from orchestrator.agent import agent_registry
-from orchestrator.agent.agent_registry import MOST_PROBES, MOST_READ
+from orchestrator.agent.agent_registry import AGENT_GONE, MOST_PROBES, MOST_READ
 from orchestrator.agent.coordinator import Coordinator
 from orchestrator.agent.links import Link, Peer, Port, line_of, probe_ports
+from orchestrator.agent.root_cause import NODE_WENT_AWAY
 from orchestrator.engine.common.rendezvous import listen
 from orchestrator.rundir.generations import GenerationRecord, members_of, message_of
 from tests.agent.test_coordinator import Attempt
@@ -37,7 +38,7 @@ def test_every_healthy_rank_survives_a_takeover(tmp_path, seed):
         assert seconds <= 5.1, "who connects is heard at once"
         newest = run.newest
         assert newest["members"] == list(range(RANKS_PER_NODE, NODES * RANKS_PER_NODE))
-        assert newest["why"] == ["on node0: its agent is gone"]
+        assert newest["why"] == [f"on node0: {AGENT_GONE.removeprefix(NODE_WENT_AWAY)}"]
         for _ in range(100):
             run.step()
         assert run.newest == newest, "none is lost later"
@@ -209,7 +210,7 @@ def test_messages_of_generations_do_not_grow_with_the_number_of_ranks(tmp_path):
     message = message_of(record)
     assert members_of(message) == record["members"]
     assert len(str(message)) < 1000
-    assert message["why"][-1] == "and 83 more"
+    assert "83" in message["why"][-1].split(), "so many more"
 
 
 def test_a_coordinator_encodes_a_message_to_all_nodes_once(tmp_path, monkeypatch):

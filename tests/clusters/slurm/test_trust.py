@@ -10,6 +10,7 @@ from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.runs.status import statuses
 from tests.programs import script
+from tests.refusals import mentions, refused
 from tests.run_folders import make_run
 
 
@@ -39,7 +40,7 @@ def test_status_runs_nothing_with_a_slurm_conf_that_only_a_run_names(home, tmp_p
         [found], sentences = statuses([placed(run, path)])
         assert not ran.exists()
         assert found.state == "unknown"
-        assert "A slurm.conf can make SLURM's commands run code" in sentences[0]
+        assert mentions(sentences[0], f"{run.path} {path} SLURM_CONF={path}"), sentences[0]
     remember(str(conf))
     statuses([placed(run, conf)])
     assert set(ran.read_text().split()) == {str(conf)}
@@ -63,7 +64,7 @@ def test_a_slurm_conf_is_trusted_if_it_is_the_users_own(home, tmp_path, monkeypa
 @pytest.mark.parametrize("job_id", ["--user=me", "7;8", "7,8", "-1", "", " 7", "7\n"])
 def test_a_job_id_that_is_none_never_becomes_a_word_for_scancel(home, tmp_path, job_id):
     run = placed(make_run(tmp_path / "run"), "/etc/hostname", job_id)
-    with pytest.raises(RunFolderError, match="is no job's id"):
+    with refused(RunFolderError, f"{run.handle} {job_id!r}"):
         RunDir(run.path).read_handle()
 
 
@@ -71,7 +72,7 @@ def test_a_resume_remembers_a_typed_slurm_conf_and_uses_none_of_the_folders(home
     conf = tmp_path / "slurm.conf"
     conf.write_text("ClusterName=x\n")
     config = compose(["+cluster=slurm", f"cluster.slurm_conf={conf}"])
-    with pytest.raises(ClusterError, match=r"which was never used from this account"):
+    with refused(ClusterError, f"{tmp_path / 'run'} {conf} SLURM_CONF={conf}"):
         SlurmCluster(config).trust(make_run(tmp_path / "run"), typed=())
     SlurmCluster(config).trust(make_run(tmp_path / "another"), typed={"cluster.slurm_conf"})
     assert is_trusted(conf)

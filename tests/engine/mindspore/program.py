@@ -29,6 +29,7 @@ from orchestrator.plan.split import assign, even_parts
 from orchestrator.plan.wire import Wire
 from tests.engine.mindspore.jobs import SAMPLES, Drifting, Light, Steep, Weighted, numpy_update
 from tests.engine.windows import run, window_of
+from tests.refusals import mentions, refused
 
 RATE = 0.05
 
@@ -78,7 +79,7 @@ def adjoints(compiled):
         _adjoint(group, AllReduceMean(group), (4,), compiled)
         _adjoint(group, AllGather(group, even), (2, 3), compiled)
         _adjoint(group, AllGather(group, uneven), (uneven[group.rank], 3), compiled)
-        with pytest.raises(TypeError, match="no collectives of float64"):
+        with refused(TypeError, "MCCL float64 float32"):
             _adjoint(group, AllReduceSum(group), (3,), compiled, np.float64)
 
     return check
@@ -153,7 +154,7 @@ def a_stop_of_one_is_known_to_all(group):
 
 
 def nan_stops_all_ranks_and_names_the_place(group):
-    with pytest.raises(NonFiniteError, match="rank 0, micro-step 0"):
+    with refused(NonFiniteError, "rank 0 micro-step 0"):
         _updates(group, job=Weighted(poison=0), mode="pynative")
 
 
@@ -193,7 +194,7 @@ class Unequal(Weighted):
 
 
 def unequal_models_are_refused(group):
-    with pytest.raises(JobError, match="differ from rank 0"):
+    with refused(JobError, "model() ranks 1 rank 0"):
         build_engine(Unequal(), EngineSettings(metric_names=("error",)), group)
 
 
@@ -201,8 +202,7 @@ def a_rank_that_drifts_from_the_others_is_named(group):
     with pytest.raises(ReplicasDiffer) as caught:
         _updates(group, updates=3, job=Drifting(), mode="pynative")
     group.silence = None
-    assert "the weights of rank 1 are no longer those of" in str(caught.value)
-    assert "between the start of update 1 and the step of update 2" in str(caught.value)
+    assert mentions(str(caught.value), "rank 1 update 1 update 2"), str(caught.value)
 
 
 def no_other_thread_spins_while_one_computes(group):

@@ -38,6 +38,7 @@ from tests.engine.held_out import evaluate_held_out
 from tests.engine.mindspore import jobs
 from tests.engine.mindspore.program import RATE, _distance
 from tests.engine.windows import make_window, run
+from tests.refusals import mentions, refused
 
 pytestmark = pytest.mark.long
 
@@ -273,7 +274,7 @@ def test_another_models_checkpoint_is_refused(tmp_path):
             return nn.SequentialCell([nn.Dense(5, 8), nn.Tanh(), nn.Dense(8, 2)])
 
     extra = built(mode="pynative").save_state(tmp_path)
-    with pytest.raises(RunFolderError, match=r"0\.weight is float32\[7, 5\], but must be"):
+    with refused(RunFolderError, f"{tmp_path}/weights.safetensors 0.weight float32[7, 5]"):
         built(Wider(), mode="pynative").load_state(tmp_path, extra)
 
 
@@ -287,16 +288,16 @@ def test_weights_of_a_compiled_torch_model_are_taken(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("job", "precision", "words"),
+    ("job", "precision", "names"),
     [
-        (jobs.Cut, "float32", r"the gradient of 0\.weight is not the one that plain Python gives"),
-        (jobs.Cut, "float16", r"the gradient of 0\.weight is not the one that plain Python gives"),
-        (jobs.CutDropped, "float32", r"the gradient of 0\.weight is not the one that plain"),
-        (jobs.Detached, "float32", r"does not compile"),
+        (jobs.Cut, "float32", "gradient 0.weight"),
+        (jobs.Cut, "float16", "gradient 0.weight"),
+        (jobs.CutDropped, "float32", "gradient 0.weight"),
+        (jobs.Detached, "float32", "compile"),
     ],
 )
-def test_a_gradient_that_the_compiler_cuts_is_refused(job, precision, words):
-    with pytest.raises(JobError, match=rf"(?s){words}.*engine\.mode=pynative"):
+def test_a_gradient_that_the_compiler_cuts_is_refused(job, precision, names):
+    with refused(JobError, f"{names} engine.mode=pynative"):
         update(built(job(), mode="jit", precision=precision), [31, 30])
 
 
@@ -317,14 +318,14 @@ class Noisy(jobs.Counted):
 
 
 def test_random_numbers_of_a_loss_do_not_pass_for_a_gradient_that_was_cut():
-    with pytest.warns(UserWarning, match="a resumed run draws other numbers"):
+    with pytest.warns(UserWarning, match=r"loss\(\) "):
         assert update(built(Noisy(), mode="jit"), [31, 30]).plain_step_s == 0
 
 
 def test_dropout_of_attention_is_warned_of():
     engine = built(jobs.AttentionDropout(), mode="jit")
-    assert any("dropout in attention" in warning for warning in engine.warnings())
-    with pytest.warns(UserWarning, match="a resumed run draws other numbers"):
+    assert any(mentions(warning, "dropout attention") for warning in engine.warnings())
+    with pytest.warns(UserWarning, match=r"loss\(\) "):
         assert update(engine, [31, 30]).plain_step_s == 0
 
 
@@ -392,7 +393,7 @@ def test_compiled_code_that_reads_the_runs_update_is_refused(monkeypatch):
     engine = built(jobs.Warming(), mode="jit")
     update(engine, [31, 30])
     current_run.set_update(1, 0)
-    with pytest.raises(JobError, match=r"current_run\.update changed from 0 to 1 after loss\(\)"):
+    with refused(JobError, "current_run.update 0 1 loss()"):
         update(engine, [31, 30], 1)
 
 
@@ -412,7 +413,7 @@ def test_an_error_in_plain_python_is_reported_by_python():
 
 
 def test_code_that_does_not_compile_is_reported_with_its_line():
-    with pytest.raises(JobError, match=r"(?s)does not compile.*engine\.mode=pynative") as caught:
+    with refused(JobError, "compile engine.mode=pynative") as caught:
         update(built(jobs.Unparsable(), mode="jit"), [31, 30])
     assert "jobs.py, line" in str(caught.value), str(caught.value)
     assert "orchestrator/engine" not in str(caught.value)
@@ -444,9 +445,9 @@ class ByWeight(jobs.Counted):
 
 
 def test_the_frameworks_own_style_refuses_unequal_micro_batches_and_other_weights():
-    with pytest.raises(ConfigError, match="ragged=drop"):
+    with refused(ConfigError, "engine.style=framework 29 samples accumulation.ragged=drop"):
         update(built(jobs.Counted(), style="framework"), [15, 14])
-    with pytest.raises(JobError, match=r"Loss\.weight"):
+    with refused(JobError, "engine.style=framework Loss.weight engine.style=own"):
         update(built(ByWeight(), style="framework"), [15, 15])
 
 
@@ -464,15 +465,15 @@ def test_the_frameworks_own_style_checks_the_weight_of_each_micro_batch(first):
     if not first:
         update(engine, [15, 15])
     before = weights(engine)
-    with pytest.raises(JobError, match=r"Loss\.weight is 0 for 15 samples in update 1"):
+    with refused(JobError, "engine.style=framework Loss.weight 0 15 samples update 1"):
         run(engine, [make_window(1, masked, rate=RATE)])
     assert _distance(weights(engine), before) == 0
 
 
 def test_layers_that_depend_on_the_split_are_named():
     warnings = advice(nn.SequentialCell([nn.Dense(2, 2), nn.BatchNorm1d(2), nn.Dropout(p=0.5)]))
-    assert "batch norm in 1 sees one micro-batch at a time" in warnings[0]
-    assert "dropout in 2" in warnings[1]
+    assert mentions(warnings[0], "batch norm 1"), warnings[0]
+    assert mentions(warnings[1], "dropout 2"), warnings[1]
 
 
 @pytest.mark.parametrize("norm", ["group", "layer", "frozen"])
@@ -482,10 +483,10 @@ def test_batch_norms_may_be_frozen_or_replaced_so_that_splits_agree(norm):
         engine = built(jobs.Normed(), mode="pynative", norm=norm)
         update(engine, split)
         found.append(weights(engine))
-        warnings = " ".join(engine.warnings())
+        warnings = [warning for warning in engine.warnings() if mentions(warning, "batch norm")]
     assert _distance(*found) < 1e-4
-    assert "sees one micro-batch at a time" not in warnings
-    assert f"engine.norm={norm}: batch norm in 1, 3.norm" in warnings
+    [warning] = warnings
+    assert mentions(warning, f"engine.norm={norm} 1 3.norm"), warning
     names = [p.name for p in engine._model.trainable_params()]
     assert {"1.gamma", "3.norm.gamma", "3.dense.weight"} <= set(names)
     assert len(names) == len(set(names))
@@ -506,15 +507,15 @@ def test_cpus_never_replace_requested_devices(tmp_path):
 
     assert choose_transport(spec("auto", "")) == "mccl"
     assert choose_transport(spec("mccl", "cluster.gpus_per_node=2")) == "mccl"
-    with pytest.raises(TransportError, match=r"gres=npu:8\), .* rank 3 on n1 .* transport=mccl"):
+    with refused(TransportError, "(cluster.slurm_flags.gres=npu:8) rank 3 n1 transport=mccl"):
         choose_transport(spec("auto", "cluster.slurm_flags.gres=npu:8"))
 
 
 def test_a_rate_that_is_changed_behind_the_engines_back_is_refused():
-    with pytest.raises(JobError, match=r"Reschedules\.optimizer has a learning-rate scheduler"):
+    with refused(JobError, "Reschedules.optimizer scheduler"):
         built(jobs.Reschedules(scheduler=True), mode="pynative", optimizer={})
     engine = built(jobs.Reschedules(), mode="pynative", optimizer={})
-    with pytest.raises(JobError, match=r"was changed from .* in after_update of update 0"):
+    with refused(JobError, "lr after_update update 0"):
         update(engine, [61])
 
 
@@ -532,7 +533,7 @@ def test_the_loss_of_a_loop_of_ones_own_may_be_a_method():
     accumulator = Accumulator(nn.Dense(5, 2), loop.total, alone(), EngineSettings(mode="jit"))
     assert accumulator.add(ops.ones((3, 5))).asnumpy()[0] == 3
     loop.factor = 2.0
-    with pytest.raises(JobError, match=r"Loop\.factor changed from 1\.0 to 2\.0"):
+    with refused(JobError, "Loop.factor 1.0 2.0"):
         accumulator.add(ops.ones((3, 5)))
 
 
@@ -567,38 +568,54 @@ class Unmeasured(jobs.Counted):
 
 JIT = {"mode": "jit"}
 OWN = {"optimizer": {}}  # the job builds its own
+FRAMEWORK_STYLE = {"style": "framework"}
 
 
 @pytest.mark.parametrize(
-    ("job", "settings", "words"),
+    ("job", "settings", "error", "names"),
     [
-        (Evaluating, {}, r"called model\.set_train\(False\) without a model\.set_train\(\)"),
-        (Half, {}, r"parameter 2\.weight is Float16, .*train\.precision=float16"),
-        (partial(jobs.Decaying, left_out=1), OWN, r"the SGD lacks 2\.bias, which no step would"),
-        (partial(jobs.Decaying, lambda *_: []), OWN, r"Decaying\.optimizer gives a list, not an"),
-        (jobs.ScaledOptimizer, OWN, r"has loss_scale=1024\.0 .*train\.precision=float16"),
-        (partial(jobs.Thawing, True), {}, r"0\.bias began to require gradients after"),
-        (partial(jobs.Thawing, False), {}, r"0\.bias ceased to require gradients after"),
-        (jobs.Overflowing, {}, r"the gradient became NaN or infinite, in 0\.weight, 0\.bias, "),
-        (jobs.Overflowing, {"style": "framework"}, "the loss or a weight became NaN or infinite"),
-        (jobs.RateOfNN, {"style": "framework", **OWN}, "in after_update of update 0"),
-        (Stalled, {"style": "framework"}, r"called model\.set_train\(False\) without"),
-        (partial(jobs.Annealed, "beta"), JIT, r"Annealed\.beta changed from 1\.0 to 2\.0 after"),
-        (partial(jobs.Annealed, "shift"), JIT, r"Annealed\.shift changed after loss"),
-        (partial(jobs.Annealed, "temperature"), JIT, r"model\.temperature changed .*ops\.assign"),
-        (partial(jobs.Annealed, "FACTOR"), JIT, r"jobs\.FACTOR changed .*engine\.mode=pynative"),
-        (partial(jobs.Annealed, "beta"), {**JIT, "style": "framework"}, r"Annealed\.beta changed"),
-        (jobs.NumpyNoise, JIT, r"draws random numbers from NumPy .*ops\.standard_normal"),
-        (jobs.Assigning, JIT, r"changes 0\.bias between micro-steps.*after_update"),
-        (jobs.Labelled, {}, r"a tuple or dictionary of tensors, but has a str at 1"),
-        (Unmeasured, JIT, "Loss.metrics lacks 'error'"),
-        (jobs.UnmeasuredAttention, JIT, "Loss.metrics lacks 'error'"),
-        (jobs.Weighted, {"style": "framework"}, "but Weighted has metric_names; leave them out"),
-        (Another, {"style": "framework", **OWN}, r"but Another\.optimizer\(\) builds mindspore\."),
-        (jobs.Counted, {"style": "framework", "optimizer": {"name": "sgd", "x": True}}, "built"),
+        (Evaluating, {}, JobError, "Evaluating.loss() model.set_train(False) model.set_train()"),
+        (Half, {}, JobError, "2.weight Float16 train.precision=float16"),
+        (partial(jobs.Decaying, left_out=1), OWN, ConfigError, "SGD 2.bias"),
+        (partial(jobs.Decaying, lambda *_: []), OWN, ConfigError, "Decaying.optimizer list"),
+        (jobs.ScaledOptimizer, OWN, JobError, "loss_scale=1024.0 train.precision=float16"),
+        (partial(jobs.Thawing, True), {}, JobError, "0.bias began requires_grad"),
+        (partial(jobs.Thawing, False), {}, JobError, "0.bias ceased requires_grad"),
+        (jobs.Overflowing, {}, NonFiniteError, "gradient 0.weight 0.bias"),
+        (jobs.Overflowing, FRAMEWORK_STYLE, NonFiniteError, "loss weight update checkpoint"),
+        (jobs.RateOfNN, {**FRAMEWORK_STYLE, **OWN}, JobError, "lr after_update update 0"),
+        (Stalled, FRAMEWORK_STYLE, JobError, "Stalled.loss() model.set_train(False)"),
+        (partial(jobs.Annealed, "beta"), JIT, JobError, "Annealed.beta 1.0 2.0 ops.assign"),
+        (partial(jobs.Annealed, "shift"), JIT, JobError, "Annealed.shift ops.assign"),
+        (partial(jobs.Annealed, "temperature"), JIT, JobError, "model.temperature ops.assign"),
+        (
+            partial(jobs.Annealed, "FACTOR"),
+            JIT,
+            JobError,
+            f"{jobs.__name__}.FACTOR engine.mode=pynative",
+        ),
+        (partial(jobs.Annealed, "beta"), {**JIT, **FRAMEWORK_STYLE}, JobError, "Annealed.beta"),
+        (jobs.NumpyNoise, JIT, JobError, "NumPy ops.standard_normal engine.mode=pynative"),
+        (jobs.Assigning, JIT, JobError, "0.bias after_update"),
+        (jobs.Labelled, {}, JobError, "batch str 1"),
+        (Unmeasured, JIT, JobError, "Loss.metrics 'error'"),
+        (jobs.UnmeasuredAttention, JIT, JobError, "Loss.metrics 'error'"),
+        (
+            jobs.Weighted,
+            FRAMEWORK_STYLE,
+            ConfigError,
+            "engine.style=framework Weighted metric_names",
+        ),
+        (Another, {**FRAMEWORK_STYLE, **OWN}, ConfigError, "Another.optimizer() engine.style=own"),
+        (
+            jobs.Counted,
+            {**FRAMEWORK_STYLE, "optimizer": {"name": "sgd", "x": True}},
+            ConfigError,
+            "'x' True",
+        ),
     ],
 )
-def test_what_would_go_wrong_in_silence_is_refused(job, settings, words, monkeypatch):
+def test_what_would_go_wrong_in_silence_is_refused(job, settings, error, names, monkeypatch):
     monkeypatch.setattr(jobs, "FACTOR", 1.0)
 
     def train():
@@ -606,7 +623,7 @@ def test_what_would_go_wrong_in_silence_is_refused(job, settings, words, monkeyp
         for number in range(2):
             update(engine, [61], number)
 
-    with pytest.raises((ConfigError, JobError, NonFiniteError), match=words):
+    with refused(error, names):
         train()
 
 
@@ -623,21 +640,21 @@ FRAMEWORK = (
 
 
 @pytest.mark.parametrize(
-    ("override", "words"),
+    ("override", "names"),
     [
-        ("cluster.ranks_per_node=2", "try cluster.ranks_per_node=1"),
-        ("engine.mode=pynative", "engine.mode=graph"),
-        ("train.clip_norm=1.0", "try train.clip_norm=null"),
-        ("accumulation.ragged=update", "accumulation.ragged=drop"),
-        ("accumulation.batch_schedule=[[2,256]]", "it needs windows of equal size"),
-        ("train.on_non_finite=skip", "train.on_non_finite=stop"),
-        ("transport=gloo", "transport=auto"),
-        ("optimizer=adam", "optimizer=adam is not available .* try optimizer=sgd"),
-        ("train.precision=bfloat16", "train.precision=float32"),
+        ("cluster.ranks_per_node=2", "engine.style=framework cluster.ranks_per_node=1"),
+        ("engine.mode=pynative", "engine.style=framework engine.mode=graph"),
+        ("train.clip_norm=1.0", "engine.style=framework train.clip_norm=null"),
+        ("accumulation.ragged=update", "engine.style=framework accumulation.ragged=drop"),
+        ("accumulation.batch_schedule=[[2,256]]", "engine.style=framework"),
+        ("train.on_non_finite=skip", "engine.style=framework train.on_non_finite=stop"),
+        ("transport=gloo", "mindspore transport=auto"),
+        ("optimizer=adam", "engine.style=framework optimizer=sgd"),
+        ("train.precision=bfloat16", "engine.style=framework train.precision=float32"),
     ],
 )
-def test_the_frameworks_own_style_is_refused_where_it_cannot_be(override, words):
-    with pytest.raises(ConfigError, match=words):
+def test_the_frameworks_own_style_is_refused_where_it_cannot_be(override, names):
+    with refused(ConfigError, f"{override.replace(',', ', ')} {names}"):
         prepare(compose([*FRAMEWORK, override]))
 
 
@@ -653,23 +670,35 @@ REPRODUCIBLE = (
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("overrides", "names"),
     [
-        (["job=line", *REPRODUCIBLE], "reduction=fast"),
-        (["job=line", "train.precision=float64", "optimizer=adam"], "optimizer=adamw"),
-        (["job=line", "train.precision=bfloat16"], r"train\.precision=float16"),
+        (
+            ["job=line", *REPRODUCIBLE],
+            "accumulation.reduction=reproducible mindspore accumulation.reduction=fast",
+        ),
+        (
+            ["job=line", "train.precision=float64", "optimizer=adam"],
+            "train.precision=float64 optimizer=adam optimizer=adamw",
+        ),
+        (
+            ["job=line", "train.precision=bfloat16"],
+            "train.precision=bfloat16 train.precision=float16",
+        ),
         (
             ["job=line", "engine.jit_level=O2"],
-            r"O2 was for whole graphs .*; try engine\.jit_level=auto",
+            "engine.jit_level=O2 mindspore engine.jit_level=auto",
         ),
-        (["job=line", "engine.mode=pynative", "engine.jit_level=O1"], r"engine\.mode=jit"),
-        (["engine.mode=pynative"], r"engine\.mode=pynative .* it is MindSpore's"),
-        (["engine.style=framework"], r"engine\.style=framework .* it is MindSpore's"),
-        (["transport=mccl"], "gloo"),
+        (
+            ["job=line", "engine.mode=pynative", "engine.jit_level=O1"],
+            "engine.jit_level=O1 engine.mode=pynative engine.mode=jit",
+        ),
+        (["engine.mode=pynative"], "engine.mode=pynative torch MindSpore engine.mode=jit"),
+        (["engine.style=framework"], "engine.style=framework torch MindSpore engine.style=own"),
+        (["transport=mccl"], "transport=mccl torch transport=gloo"),
     ],
 )
-def test_settings_that_the_jobs_engine_does_not_have_are_refused(overrides, words):
-    with pytest.raises((ConfigError, JobError), match=words):
+def test_settings_that_the_jobs_engine_does_not_have_are_refused(overrides, names):
+    with refused(ConfigError, names):
         prepare(compose(overrides))
 
 
@@ -680,20 +709,20 @@ def test_half_precision_is_taken_where_a_device_has_it():
 
 
 @pytest.mark.parametrize(
-    ("installed", "words"),
+    ("installed", "names"),
     [
-        ({}, r"not installed; .*pip install 'mindspore=="),
-        ({"mindspore": "2.7.0", "numpy": "1.26.4"}, r"MindSpore 2\.7\.0 is installed, but 2\.10"),
-        ({"mindspore": "2.10.0", "numpy": "2.4.1"}, r"NumPy 2\.4\.1 .* pip install 'numpy<2'"),
+        ({}, "MindSpore pip install 'mindspore==2.10.*' 'numpy<2'"),
+        ({"mindspore": "2.7.0", "numpy": "1.26.4"}, "MindSpore 2.7.0 'mindspore==2.10.*'"),
+        ({"mindspore": "2.10.0", "numpy": "2.4.1"}, "NumPy 2.4.1 pip install 'numpy<2'"),
     ],
 )
-def test_a_mindspore_that_cannot_work_is_refused(monkeypatch, installed, words):
+def test_a_mindspore_that_cannot_work_is_refused(monkeypatch, installed, names):
     def version(name):
         if name not in installed:
             raise importlib.metadata.PackageNotFoundError(name)
         return installed[name]
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    with pytest.raises(JobError, match=words):
+    with refused(JobError, names):
         check_installed()
     prepare(compose(["job=line", "+cluster=slurm"]))  # the login node may have none

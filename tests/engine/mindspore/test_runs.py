@@ -27,6 +27,7 @@ from tests.engine.held_out import evaluate_held_out
 from tests.engine.mindspore.jobs import HeldOut
 from tests.hold import Hold
 from tests.programs import script
+from tests.refusals import mentions
 
 pytestmark = [pytest.mark.whole_runs, pytest.mark.long]
 
@@ -49,7 +50,7 @@ def test_both_engines_agree_from_the_same_start(tmp_path):
     assert 0 < found["max_relative_difference"] <= 1e-5
     start = tmp_path / "runs" / "start"
     done = helpers.verb("compare", ours, start, "--at-most", "1e-5", code=1)
-    assert "more than --at-most 1e-05" in done.stderr
+    assert mentions(done.stderr, "--at-most 1e-05"), done.stderr
     figures = [helpers.result(run)["metrics"] for run in (ours, torchs)]
     assert figures[0].keys() == {"loss", "accuracy"}
     assert figures[0] == pytest.approx(figures[1], rel=1e-4)
@@ -117,7 +118,7 @@ def test_micro_steps_by_tokens_are_the_same_update_on_one_and_on_two_ranks(tmp_p
     helpers.call(*padded, *whole, f"run.dir={one}", code=0)
     dealt = (*by_tokens, "cluster.ranks_per_node=2", "accumulation.balance=measured")
     done = helpers.call(*padded, *dealt, f"run.dir={two}", code=0)
-    assert "padded to real tokens" in done.stdout
+    assert mentions(done.stdout, "padded tokens"), done.stdout
     assert helpers.records(two)[0]["micro_steps"] > 2
     assert helpers.records(two)[0]["speeds"] == [1.0, 1.0]
     assert helpers.compare(two, one)["max_relative_difference"] <= 1e-5
@@ -142,7 +143,7 @@ def test_a_branch_goes_on_from_the_state_of_another_run(tmp_path):
     done = helpers.call(*torchs, "train.updates=1", "job.samples=1024")
     assert done.returncode
     said = "".join((done.stdout + done.stderr).split())
-    assert "itsoptimizerismindspore" in said
+    assert re.search(r"mindspore[\w.]*\.Adam", said)
     assert "begin" in said
 
 
@@ -229,8 +230,8 @@ def test_a_worker_refuses_what_the_engine_lacks_when_the_source_hides_the_framew
         cwd=tmp_path,
         code=2,
     )
-    assert "engine.shard_optimizer=true is not available with mindspore" in done.stderr
-    assert "starting 1 rank" in done.stdout, "refused by the worker"
+    assert mentions(done.stderr, "engine.shard_optimizer=true mindspore"), done.stderr
+    assert mentions(done.stdout, "1 rank"), "refused by the worker"
 
 
 LINE = (
