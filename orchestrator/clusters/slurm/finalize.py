@@ -4,7 +4,7 @@
 |---|---|
 | `finalize_in_job` | the batch script on the first node, outside any container, after srun |
 | `finalize_without_script` | the coordinator, if the batch script was killed or lost |
-| `finalize_ended_job` | its owner's `status` and `resume`, once the job ended without either |
+| `finalize_ended_job` | its owner's `status`, or a sweep's `resume`, once the job ended without |
 
 The agents' coordinator has written the outcome to `outcome.json`. The scheduler is queried first: a
 job that was already requeued or cancelled must not be touched, and a script that outlived its
@@ -407,7 +407,7 @@ def finalize_without_script(run: RunDir, attempt: int, why: str) -> None:
         finalize = partial(finalize_in_job, run.path, attempt, None, "", script_gone=why)
         if finalize_patiently(finalize) is Next.END:
             SlurmClient().check_output("scancel", own_job_id(os.environ))
-    # No commands in a container, say: `status` or `resume` does it.
+    # No commands in a container, say: `status` does it.
     except (ClusterError, RunFolderError) as error:
         print_note(f"error: {error}")
 
