@@ -13,6 +13,7 @@ from slurm.dev_cluster import DevCluster
 from slurm.jobs import job_processes
 from tests.helpers import LIGHT, LIMIT_S, call, records, result, until
 from tests.hold import Hold
+from tests.refusals import mentions
 
 SHAPE = ("cluster.nodes=2", "cluster.ranks_per_node=1")
 BATCH = (LIGHT, "tracker=none", "accumulation.global_batch=32", "accumulation.steps=4")
@@ -155,6 +156,11 @@ def queued(cluster, folder):
         row.split("|") for row in cluster.command("squeue", "-h", "-a", "-o", "%F|%o").splitlines()
     )
     return {job for job, command in rows if command.startswith(str(folder))}
+
+
+def printed(output, names):
+    """Return whether one line of a command's output has these names, as in `mentions`."""
+    return any(mentions(line, names) for line in output.splitlines())
 
 
 def log(folder, rank):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from orchestrator.errors import describe_status
 from tests.helpers import node_process, until
 from tests.hold import Hold
 from tests.slurm import runs
@@ -46,6 +47,6 @@ def test_preempted_once_and_killed_once_it_ends_with_the_bits_of_one_left_alone(
     assert (preempted["why"], preempted["lost_updates"]) == ("preempted", 0)
     assert preempted["resumed_from"] > 5
     assert killed["why"].startswith("rank 1 on ")
-    assert killed["why"].endswith("failed first: killed by signal 9 (SIGKILL)")
+    assert killed["why"].endswith(describe_status(-9))
     assert killed["resumed_from"] == 25
     assert runs.processes_of_job(slurm, job) == []

@@ -8,10 +8,12 @@ import signal
 
 import pytest
 
+from orchestrator.errors import describe_status
+from orchestrator.sweep.tasks import Action
 from tests.helpers import begin, call, node_process, result, until
 from tests.hold import Hold
 from tests.slurm import runs
-from tests.slurm.runs import queued
+from tests.slurm.runs import printed, queued
 
 pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
@@ -75,7 +77,7 @@ def test_a_sweep_is_one_array_and_what_happens_to_one_element_concerns_it_alone(
     assert len({job.split("_")[0] for job in submitted}) == 1
     assert result(sweep / "3")["restarts"], "it was requeued alone"
     assert not result(sweep / "0").get("restarts")
-    assert result(sweep / "1")["culprit"]["cause"].startswith("killed by signal 9 (SIGKILL)")
+    assert result(sweep / "1")["culprit"]["cause"].startswith(describe_status(-9))
     assert runs.accounted(slurm, runs.job_of(sweep / "1")) == "FAILED"
 
 
@@ -83,10 +85,10 @@ def test_the_same_line_again_runs_exactly_what_has_not_finished(swept, slurm):
     line, sweep, _, _ = swept
     before, kept = jobs_below(slurm, sweep), (sweep / "0" / "result.json").stat().st_mtime_ns
     planned = runs.verb("plan", *line).stdout
-    assert planned.count("done") == 2, planned
-    assert "to go on" in planned
+    assert planned.count(Action.NOTHING.value) == 2, planned
+    assert Action.RESUME.value in planned
     done = call(*line, **runs.QUIET, code=0)
-    assert "2 points queued" in done.stdout
+    assert printed(done.stdout, "2 points queued"), done.stdout
     assert set(wait_for_end(sweep).values()) == {"finished"}
     assert (sweep / "0" / "result.json").stat().st_mtime_ns == kept
 
@@ -133,17 +135,17 @@ def test_the_same_line_submits_the_points_that_did_not_fit_before(slurm, tmp_pat
         return runs.verb(*line, "--", "bash", str(waits), cwd=tmp_path)
 
     few(2)
-    limit = "the limit of submitted jobs leaves room for 2 of 4 points now"
-    assert limit in typed(sweep, "plan").stdout
+    limit = "limit jobs 2 of 4 points"
+    assert printed(typed(sweep, "plan").stdout, limit)
     first = typed(sweep)
     assert first.returncode == 2
-    assert limit in first.stderr
-    assert "2 points of 4 are queued; the same line again submits the others" in first.stderr
+    assert printed(first.stderr, limit), first.stderr
+    assert printed(first.stderr, "2 points 4 queued"), first.stderr
     assert {runs.job_of(sweep / n).split("_")[0] for n in "01"} == queued(slurm, sweep)
     assert not (sweep / "2").exists()
     full = typed(sweep)
     assert full.returncode == 2, "there is no room: nothing is submitted, and nothing is lost"
-    assert "leaves room for 0 of 2 points now" in full.stderr
+    assert printed(full.stderr, "limit jobs 0 of 2 points"), full.stderr
     few(4)
     assert typed(sweep).returncode == 0
     (tmp_path / "go").touch()

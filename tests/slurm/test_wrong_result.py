@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from tests.refusals import mentions
 from tests.slurm import runs
 
 pytestmark = pytest.mark.slurm
@@ -37,7 +38,7 @@ def test_a_node_that_computes_wrongly_is_left_out_and_named_as_it_is_typed(slurm
     assert loss["gone"] == [1]
     assert "joined" not in ended
     text = " ".join(runs.verb("status", run, code=0).stdout.split())
-    named = re.search(r"rank 1 on (\S+) computed wrongly in update 3", text)
+    named = re.search(r"rank 1 on (\S+) [^:]*wrongly [^:]*update 3", text)
     assert named is not None, text
-    assert why.startswith(f"on {named[1]}: it computed wrongly")
-    assert f"to train without that node: cluster.exclude={named[1]}" in text
+    assert mentions(why, f"on {named[1]}: wrongly"), why
+    assert f"cluster.exclude={named[1]}" in text

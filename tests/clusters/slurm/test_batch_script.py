@@ -37,6 +37,7 @@ from orchestrator.rundir import files
 from orchestrator.rundir.folder import RunDir
 from tests.helpers import LIMIT_S, alive, until
 from tests.programs import script
+from tests.refusals import mentions, refused
 
 pytestmark = pytest.mark.whole_runs
 
@@ -152,7 +153,7 @@ def test_a_stopped_script_srun_or_last_step_is_continued(tmp_path, monkeypatch):
     script = Script(tmp_path, slurm_config(), before=stop)
     assert script.done.returncode == 4, script.done.stderr
     assert "<003><4>" in script.words("python")
-    assert script.done.stdout.count("was stopped; it continues") == 2
+    assert script.done.stdout.count("stopped") == 2, "it says so of srun, and of the last step"
 
 
 def test_a_stop_in_the_last_step_starts_no_rank_of_the_next_attempt(tmp_path):
@@ -227,7 +228,7 @@ def test_an_attempt_that_starts_on_a_full_disk_waits_for_space(tmp_path, disk):
 
     script = Script(tmp_path, slurm_config(), before=fill)
     assert script.done.returncode == 0, script.done.stderr
-    assert script.done.stdout.count("No space left on device; waiting for space") == 1
+    assert script.done.stdout.count("No space left on device") == 1
     assert "<003><0>" in script.words("python")
     assert not room.exists()
 
@@ -261,7 +262,7 @@ exec /usr/bin/sed "$@"
         script(tmp_path, sed, "sed", run=True)
 
     ended = Script(tmp_path, slurm_config(), before=record, SLURM_JOB_ID="8").done
-    assert "this job (8) is not the run's: that is job 9" in ended.stderr
+    assert mentions(ended.stderr, "job (8) job 9"), ended.stderr
     assert not (tmp_path / "srun.calls").exists()
 
 
@@ -284,7 +285,7 @@ def test_a_job_starts_nothing_while_another_one_is_recorded_and_lives(tmp_path, 
     assert bool(script.words("srun")) == starts, script.done.stderr
     assert bool(script.words("python")) == starts
     assert script.done.returncode == (0 if starts else 1)
-    assert starts or "this job (8) is not the run's: that is job 9" in script.done.stderr
+    assert mentions(script.done.stderr, "job (8) job 9") is not starts, script.done.stderr
 
 
 def test_an_attempt_whose_folder_cannot_be_made_fails_at_once(tmp_path):
@@ -386,7 +387,7 @@ def test_no_rank_starts_without_its_preamble(tmp_path, disk):
     script = Script(tmp_path, config, TMPDIR=str(disk.folder))
     assert f"<after><{script.run.path}><003><1>" in script.words("python")
     assert not script.words("srun")
-    assert f"is {disk.folder} full on n0?" in script.done.stderr
+    assert mentions(script.done.stderr, f"cluster.preamble {disk.folder} n0"), script.done.stderr
 
 
 def test_no_lost_agent_is_started_again_without_its_preamble(tmp_path, disk):
@@ -407,7 +408,8 @@ done
     script = Script(tmp_path, config, before=lose, TMPDIR=str(disk.folder))
     assert "<003><0>" in script.words("python")
     assert not (tmp_path / "again").exists()
-    assert f"is {disk.folder} full on n0?" in (script.run.attempt(3) / "srun-00002.log").read_text()
+    said = (script.run.attempt(3) / "srun-00002.log").read_text()
+    assert mentions(said, f"cluster.preamble {disk.folder} n0"), said
 
 
 SITE = "set -euo pipefail; set -fC"  # as in a BASH_ENV
@@ -449,14 +451,14 @@ def test_the_batch_script_follows_no_link(tmp_path, path):
 
     script = Script(tmp_path, slurm_config(), before=befall)
     assert script.done.returncode == 1
-    assert script.done.stderr.endswith(" is a link\n")
+    assert mentions(script.done.stderr, f"error: {script.run.path / path} link"), script.done.stderr
     assert not script.words("srun")
     assert not list(elsewhere.iterdir())
 
 
 @pytest.mark.parametrize("preamble", [[")"], ["if true"], ["echo 'x"], ["fi; id"], ["done"]])
 def test_a_preamble_that_bash_cannot_read_is_refused_before_it_is_queued(preamble):
-    with pytest.raises(ConfigError, match=r"cluster\.preamble is no shell"):
+    with refused(ConfigError, "cluster.preamble"):
         check_preamble(preamble)
 
 
@@ -484,13 +486,13 @@ def test_an_option_of_ours_is_refused_in_every_abbreviation_that_slurm_takes(own
             short = name[:length].rstrip("-")
             if short in ("gpus", "no", "nt"):
                 continue
-            with pytest.raises(ConfigError, match=f"cluster.{section}.{short} cannot be set"):
+            with refused(ConfigError, f"cluster.{section}.{short}"):
                 check_values(slurm_config(**{section: {short: "x"}}), Path("/run"))
 
 
 @pytest.mark.parametrize("name", ["SLURM_PROCID", "SBATCH_PARTITION", "SRUN_MPI", "UID"])
 def test_a_jobs_own_variables_cannot_be_set_for_the_ranks(name):
-    with pytest.raises(ConfigError, match=f"cluster.environment.{name} cannot be set"):
+    with refused(ConfigError, f"cluster.environment.{name}"):
         check_values(slurm_config(environment={name: "1"}), Path("/run"))
 
 
@@ -525,14 +527,15 @@ def test_lists_are_written_as_for_sbatch(written, key, value):
 
 @pytest.mark.parametrize("gpus", ["four", "a100:", ":4", -1, True, "a100:4;id", 1.5])
 def test_what_is_no_number_of_gpus_is_refused(gpus):
-    with pytest.raises(ConfigError, match=r"as in a100:4"):
+    with refused(ConfigError, f"cluster.gpus_per_node a100:4 {gpus!r}"):
         gpu_count(gpus)
 
 
 def test_a_slurm_conf_by_relative_path_would_not_be_found_from_another_folder():
     for conf in ("/etc/slurm.conf", "~/slurm.conf"):
         check_values(slurm_config(slurm_conf=conf), Path("/run"))
-    with pytest.raises(ConfigError, match=f"try cluster.slurm_conf={Path.cwd()}/etc/slurm.conf$"):
+    absolute = f"cluster.slurm_conf={Path.cwd()}/etc/slurm.conf"
+    with refused(ConfigError, f"cluster.slurm_conf=etc/slurm.conf {absolute}"):
         check_values(slurm_config(slurm_conf="etc/slurm.conf"), Path("/run"))
 
 
@@ -554,10 +557,10 @@ def test_nodes_are_exclusive_in_each_of_sbatchs_ways(value, line):
 
 
 def test_another_way_of_exclusive_nodes_is_refused_with_those_that_there_are():
-    with pytest.raises(ConfigError, match=r"true, false, user .* or mcs, but is 'users'"):
+    with refused(ConfigError, "cluster.exclusive true false user mcs 'users'"):
         check_values(compose(["+cluster=slurm", "cluster.exclusive=users"]), RUN)
     config = compose(["+cluster=slurm", "cluster.slurm_flags.exclusive=user"])
-    with pytest.raises(ConfigError, match=r"cannot be set: use cluster\.exclusive=true, or =user"):
+    with refused(ConfigError, "cluster.slurm_flags.exclusive cluster.exclusive=true =user =mcs"):
         check_values(config, RUN)
 
 
@@ -604,7 +607,7 @@ def test_a_container_sees_the_run_the_code_and_where_the_person_stands(tmp_path)
     bare = text_of(tmp_path)
     assert f"    /usr/bin/{python} \\" in bare.splitlines()
     # The script's last line runs outside the container.
-    assert all("there is no Python at" in script for script in (bare, pyxis, plain))
+    assert all("if ! [ -x /usr/bin/python3 ]" in script for script in (bare, pyxis, plain))
 
 
 def test_nothing_of_a_killed_script_waits_for_srun(tmp_path):
