@@ -76,15 +76,22 @@ def run_sweep(composer: Composer, output: OutputOptions) -> int:
         if not composer.line.changed:
             refuse_replacing(tasks)
         note_count(tasks)
-        return _run_tasks(tasks, output)
+        return _run_tasks(tasks, output, accepts_changes=composer.line.changed)
 
 
-def _run_tasks(tasks: Sequence[PointTask], output: OutputOptions, not_begun: int = 0) -> int:
+def _run_tasks(
+    tasks: Sequence[PointTask],
+    output: OutputOptions,
+    not_begun: int = 0,
+    *,
+    accepts_changes: bool = False,
+) -> int:
     """Start or resume unfinished points, and print the table; return the worst exit code. A point
     that fails does not end the sweep.
 
     Args:
         not_begun: how many points the sweep has besides these.
+        accepts_changes: see `PointTask`.
 
     Raises `UsageError` for what refuses them, before any is started.
     """
@@ -93,6 +100,7 @@ def _run_tasks(tasks: Sequence[PointTask], output: OutputOptions, not_begun: int
         for task, overrides in zip(tasks, varying, strict=True):
             label = task.point.label(overrides)
             output.note(f"{label}: {task.action.value} ({task.why})", "dim")
+    tasks = [replace(task, accepts_changes=accepts_changes) for task in tasks]
     todo = [task for task in tasks if task.action in (Action.START, Action.RESUME)]
     alone = [task for task in todo if not class_for(task.point.config).attended]
     if alone:
@@ -236,7 +244,7 @@ def resume_sweep(
             if not any(task.action is Action.RESUME for task in tasks):
                 raise RunFolderError(f"{text}; to stop first: {command('cancel', folder)}")
             say(output.console, f"warning: {text}", "yellow", prose=True)
-        return _run_tasks(tasks, output, _count_not_begun(runs))
+        return _run_tasks(tasks, output, _count_not_begun(runs), accepts_changes=changed)
 
 
 def _task_of_run(

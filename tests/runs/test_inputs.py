@@ -255,6 +255,30 @@ def test_resume_warns_of_data_that_was_written_while_the_run_ran(own):
     launch("first")
     done = helpers.verb("resume", "first", "train.updates=4", cwd=own, code=0)
     assert REWRITTEN in " ".join(done.stdout.split())
+    helpers.verb("resume", "first", "train.updates=6", "--changed", cwd=own, code=0)
+    assert RunDir(own / "first").read_resumes()[-1]["changed_inputs"] == [REWRITTEN]
+
+
+def test_rewritten_data_with_other_samples_is_accepted_by_changed(own):
+    """The ranks alone know how many there are, and would refuse them again."""
+    (own / "mine.py").write_text(
+        JOB.replace("__init__(width=width)", "__init__(int(open(data).read()), width)")
+    )
+    (own / "numbers.txt").write_text("200")
+    launch("first")
+    (own / "numbers.txt").write_text("240")
+    later = time.time() + 10.0
+    os.utime(own / "first" / "result.json", (later, later))  # so it was written while the run ran
+    longer = ("resume", "first", "train.updates=4")
+    refused = helpers.verb(*longer, cwd=own)
+    assert refused.returncode
+    output = " ".join((refused.stdout + refused.stderr).split())
+    assert "has 240 samples, but had 200" in output
+    assert "--changed" in output
+    assert REWRITTEN in output
+    helpers.verb(*longer, "--changed", cwd=own, code=0)
+    last = helpers.verb("resume", "first", "train.updates=6", cwd=own, code=0)
+    assert REWRITTEN not in " ".join(last.stdout.split()), "it was accepted"
 
 
 def test_a_sweep_replaces_finished_points_only_if_what_has_changed_is_accepted(own):
