@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -164,10 +165,40 @@ def test_files_of_a_job_that_were_rewritten_while_it_ran_are_named(
     for path in data.iterdir():  # the clock of files is coarse
         if path.stat().st_mtime > 1.1e9:
             os.utime(path, (now, now))
-    os.utime(run.result, (now + 1.0, now + 1.0))
+    os.utime(run.result, (time.time() + 1.0,) * 2)
     assert inputs.differences(run, before, config) == [], "a library may have written a lock"
     expected = [REWRITTEN] if differs and not program else []
     assert inputs.rewritten_data(run, before, config) == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "differs"),
+    [
+        (lambda data: None, False),
+        (lambda data: (data / "inner" / "b.csv").unlink(), True),
+        (lambda data: shutil.copy2(data / "inner" / "b.csv", data / "a.csv"), True),
+        (lambda data: (data / "run" / "later").touch(), False),
+    ],
+)
+def test_data_that_is_replaced_or_removed_after_a_run_has_changed(own, tmp_path, change, differs):
+    """The newest time of a file is that of the cache, which the run wrote."""
+    data = tmp_path / "data"
+    (data / "inner").mkdir(parents=True)
+    for name in ("a.csv", "inner/b.csv"):
+        (data / name).write_text("1\n" + name)
+        os.utime(data / name, (1e9, 1e9))
+    config = compose(["job._target_=mine.Mine", f"job.data={data}"])
+    before = json.loads(json.dumps(inputs_of(config)))
+    run = RunDir(data / "run")
+    run.create()
+    write_json(run.submission, {"time": before["times"]["job.data"]})
+    (data / "cache.bin").touch()
+    time.sleep(0.02)  # the clock of files is coarse
+    run.result.touch()
+    time.sleep(0.02)
+    change(data)
+    expected = ["files of job.data have changed"] if differs else []
+    assert inputs.differences(run, before, config) == expected
 
 
 @pytest.mark.parametrize("ahead_s", [-60.0, 0.0, 60.0])
