@@ -127,7 +127,7 @@ def rewritten_data(run: RunDir, before: Mapping[str, Any], config: Config) -> li
         for key, path, is_of_run in _changed_data(run, before, config)
         # The run's folder may be in the data, with files that change.
         if path and is_of_run and not run.path.is_relative_to(path.absolute())
-        if _stamp(path, times.get(key, began)) != before["data"][key]
+        if _stamped(path, times.get(key, began))[0] != before["data"][key]
     ]
 
 
@@ -146,8 +146,9 @@ def _changed_data(
         path = there.get(key)
         if path is None:
             yield key, None, False
-        elif _stamp(path) != stamp:
-            newest = _newest(islice(_files(path), MOST_FILES))
+            continue
+        now, newest = _stamped(path)
+        if now != stamp:
             yield key, path, began <= newest and _changed_at(path, run) <= ended
 
 
@@ -329,22 +330,15 @@ def _existing(texts: Sequence[Any]) -> Iterator[Path]:
 
 
 @cached
-def _stamped(path: Path) -> tuple[str, float]:
-    """Return the stamp of a file or folder, and when the newest of its files was written, by the
-    clock that files have: a file server's may differ from this machine's.
-    """
-    return _stamp(path), _newest(islice(_files(path), MOST_FILES))
-
-
-@cached
-def _stamp(path: Path, until: float = math.inf) -> str:
-    """Return a digest of the names, sizes and times of a file or a folder's files: contents may be
-    large.
+def _stamped(path: Path, until: float = math.inf) -> tuple[str, float]:
+    """Return a digest of the names, sizes and times of a file or a folder's files, since contents
+    may be large; and when the newest of them was written, by the clock that files have: a file
+    server's may differ from this machine's.
 
     Args:
         until: leave out files that were written later: all that are new since, if none changed.
     """
-    whole, count = hashlib.sha256(), 0
+    whole, count, newest = hashlib.sha256(), 0, 0.0
     for file in _files(path):
         try:
             facts = file.stat()
@@ -355,9 +349,10 @@ def _stamp(path: Path, until: float = math.inf) -> str:
         count += 1
         if count > MOST_FILES:
             break
+        newest = max(newest, facts.st_mtime)
         line = f"{file.relative_to(path)} {facts.st_size} {facts.st_mtime_ns}\n"
         whole.update(line.encode("utf-8", "surrogateescape"))  # a name may be any bytes
-    return whole.hexdigest()
+    return whole.hexdigest(), newest
 
 
 def _files(path: Path) -> Iterator[Path]:

@@ -1,5 +1,6 @@
 """Inputs of a run: the files that it imports, and the data that its arguments name."""
 
+import errno
 import json
 import os
 import shutil
@@ -218,6 +219,27 @@ def test_clock_of_a_file_server_may_differ(own, tmp_path, ahead_s):
     os.utime(run.result, (start + 900.0 + ahead_s,) * 2)
     assert inputs.differences(run, before, config) == []
     assert inputs.rewritten_data(run, before, config) == []
+
+
+def test_data_that_cannot_be_read_for_a_moment_ends_no_launcher(own, monkeypatch):
+    """`rewritten_data` is asked again at a restart, and its paths may come and go."""
+    config = compose(["job._target_=mine.Mine"])
+    before = json.loads(json.dumps(inputs_of(config)))
+    run = RunDir(own / "run")
+    run.create()
+    write_json(run.submission, {"time": before["times"]["job.data"]})
+    (own / "numbers.txt").write_text("22")
+    run.result.touch()
+    failures, really = [1], Path.stat
+
+    def stat(path, **more):
+        if path.name == "numbers.txt" and failures and failures.pop():
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return really(path, **more)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    assert inputs.rewritten_data(run, before, config) == []
+    assert inputs.rewritten_data(run, before, config) == [REWRITTEN]
 
 
 def test_data_that_was_accepted_is_what_later_runs_begin_with(own, tmp_path):
