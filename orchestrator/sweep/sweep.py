@@ -36,6 +36,7 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import is_locked
 from orchestrator.rundir.status import OVER, UNREADABLE, RunStatus, find_runs
 from orchestrator.runs.follow import OutputOptions
+from orchestrator.runs.inputs import INPUTS, rewritten_data
 from orchestrator.runs.recorded import config_of, submission_directory
 from orchestrator.runs.resume import changed_inputs, refuse_changed, resumption
 from orchestrator.runs.start import prepare
@@ -100,6 +101,7 @@ def _run_tasks(
         for task, overrides in zip(tasks, varying, strict=True):
             label = task.point.label(overrides)
             output.note(f"{label}: {task.action.value} ({task.why})", "dim")
+    _warn_of_rewritten_data(tasks, output)
     tasks = [replace(task, accepts_changes=accepts_changes) for task in tasks]
     todo = [task for task in tasks if task.action in (Action.START, Action.RESUME)]
     alone = [task for task in todo if not class_for(task.point.config).attended]
@@ -139,6 +141,27 @@ def _run_tasks(
         return EXIT_INTERRUPTED if EXIT_INTERRUPTED in codes else EXIT_STOPPED
     complete = EXIT_STOPPED if not_begun else EXIT_FINISHED
     return EXIT_FAILED if EXIT_FAILED in codes else max(codes, default=complete)
+
+
+def _warn_of_rewritten_data(tasks: Sequence[PointTask], output: OutputOptions) -> None:
+    """Warn of finished points whose data was written while they ran; a resume warns of others."""
+    numbers: dict[str, list[int]] = {}
+    with read_once():  # of data, which the points may share
+        for task in tasks:
+            if task.action is not Action.NOTHING:
+                continue
+            sentences: list[str] = []
+            with (
+                contextlib.suppress(OSError, RunFolderError),  # nothing of the point is needed
+                submission_directory(task.run),
+            ):
+                inputs = task.run.read_submission().get(INPUTS) or {}
+                sentences = rewritten_data(task.run, inputs, task.point.config)
+            for sentence in sentences:
+                numbers.setdefault(sentence, []).append(task.point.number)
+    for sentence, named in numbers.items():
+        text = f"warning: {named_numbers('point', sorted(named))}: {sentence}"
+        say(output.console, text, "yellow", prose=True)
 
 
 def is_sweep(folder: RunDir) -> bool:

@@ -348,6 +348,17 @@ def test_a_sweep_replaces_finished_points_only_if_what_has_changed_is_accepted(o
     assert all(path.stat().st_mtime_ns != then for path, then in before.items())
 
 
+def test_a_sweep_warns_of_finished_points_whose_data_was_rewritten(own):
+    sweep = ("-m", "train.seed=1,2")
+    launch("sweep", *sweep)
+    (own / "numbers.txt").write_text("22")
+    later = time.time() + 10.0
+    for number in "01":  # so it was written while they ran
+        os.utime(own / "sweep" / number / "result.json", (later, later))
+    for again in (launch("sweep", *sweep), helpers.verb("resume", "sweep", cwd=own, code=0)):
+        assert f"warning: points 0-1: {REWRITTEN}" in " ".join(again.stdout.split())
+
+
 REPORTING = "from orchestrator import current_run as run\n{}run.report(0, loss=1.0, samples=1)\n"
 
 
