@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
@@ -102,24 +102,41 @@ def _walked(root: Path, tops: set[str]) -> Iterator[str]:
 
 
 def _leads_up(path: Path) -> bool:
-    """Return whether a path is a link to a folder that it is in: followed, it would never end."""
-    return path.is_symlink() and path.parent.resolve().is_relative_to(path.resolve())
+    """Return whether a path is a link to a folder that it is in, or to one that another link of the
+    path was followed into: that would never end.
+    """
+    if not path.is_symlink():
+        return False
+    target = path.resolve()
+    return any(folder.resolve().is_relative_to(target) for folder in path.parents)
 
 
-def _below(root: Path, top: str, *, follow_links: bool = False) -> Iterator[str]:
+def _below(
+    root: Path,
+    top: str,
+    *,
+    follow_links: bool = False,
+    is_left_out: Callable[[str], bool] = lambda _: False,
+) -> Iterator[str]:
     """Return the files below a folder of `root`, except hidden folders and compiled Python files.
 
     Args:
         follow_links: to folders, too; or else return these links.
+        is_left_out: whether to leave out a folder below `top`, by its name below `root`.
     """
     for folder, folders, files in os.walk(root / top, followlinks=follow_links):
-        folders[:] = sorted(f for f in folders if f != "__pycache__" and f[0] != ".")
+        inside = Path(folder).relative_to(root)
+        folders[:] = sorted(
+            f
+            for f in folders
+            if f != "__pycache__" and f[0] != "." and not is_left_out(str(inside / f))
+        )
         names = [f for f in files if not f.endswith(".pyc")]
         if follow_links:
             folders[:] = [f for f in folders if not _leads_up(Path(folder, f))]
         else:
             names += [f for f in folders if (Path(folder) / f).is_symlink()]
-        yield from (str((Path(folder) / name).relative_to(root)) for name in names)
+        yield from (str(inside / name) for name in names)
 
 
 def _files(
@@ -183,10 +200,11 @@ def _imported(
     A package is copied whole: a part of it would hide the rest, which is imported from where it is
     if the copy has nothing of it. One that would make the copy too large is left out; where the
     ranks could not import it then, only what is certainly imported of it is copied. Such modules
-    and packages are returned, too, by their names.
+    and packages are returned, too, by their names, and files of the others that are not copied.
     """
     sizes_by_unit: dict[tuple[Path, str], dict[str, int]] = {}
     needed_by_unit: dict[tuple[Path, str], dict[str, int]] = {}
+    omitted_by_unit: dict[tuple[Path, str], list[str]] = {}
     for path in source_files(target)[0]:
         holders = [root for root in sizes_by_root if path.is_relative_to(root)]
         if not holders:
@@ -199,7 +217,9 @@ def _imported(
         unit = _unit(root, name, sizes)
         needed_by_unit.setdefault((root, unit), {})[name] = path.stat().st_size
         if (root, unit) not in sizes_by_unit:
-            sizes_by_unit[root, unit] = _new_files(root, unit, sizes)
+            sizes_by_unit[root, unit], omitted_by_unit[root, unit] = _new_files(root, unit, sizes)
+    for key, needed in needed_by_unit.items():
+        sizes_by_unit[key] |= needed
     imported: dict[Path, dict[str, int]] = {}
     left_out: list[str] = []
     size = sum(sum(sizes.values()) for sizes in sizes_by_root.values())
@@ -217,6 +237,8 @@ def _imported(
             if isinstance(target, str) and not _is_in_package(unit, sizes_by_root[root]):
                 continue
             files = needed_by_unit[root, unit]
+        else:
+            left_out += omitted_by_unit[root, unit]
         size, count = size + sum(files.values()), count + len(files)
         imported.setdefault(root, {}).update(files)
     return imported, left_out
@@ -240,21 +262,38 @@ def _is_in_package(unit: str, sizes: Mapping[str, int]) -> bool:
     return any(f"{folder}/__init__.py" in sizes for folder in Path(unit).parents)
 
 
-def _new_files(root: Path, unit: str, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the files of a package, or the one of a module, except `sizes` and secrets."""
+def _new_files(root: Path, unit: str, sizes: Mapping[str, int]) -> tuple[dict[str, int], list[str]]:
+    """Return the files of a package, or the one of a module, except `sizes`, with their sizes, as
+    many as a copy may have and one more; and the names of those left out: secrets, and files that
+    cannot be read, which would end the start.
+    """
+    is_of_runs = cache(partial(_is_of_runs, root))
+
+    def is_left_out(folder: str) -> bool:  # one that is copied as a link has its files elsewhere
+        return folder in sizes or is_of_runs(folder)
+
     names: Iterable[str] = (unit,)
     if (root / unit).is_dir():
-        names = islice(_below(root, unit, follow_links=True), LIMIT_FILES + 1)
-    is_of_runs = cache(partial(_is_of_runs, root))
-    return {
-        name: (root / name).stat().st_size
-        for name in names
-        if name not in sizes
-        and not is_secret(name)
-        and not is_of_runs(os.path.dirname(name))  # noqa: PTH120
-        and (root / name).is_file()
-        and os.access(root / name, os.R_OK)  # one that cannot be read would end the start
-    }
+        names = _below(root, unit, follow_links=True, is_left_out=is_left_out)
+    files: dict[str, int] = {}
+    left_out: list[str] = []
+    for name in names:
+        if name in sizes or is_of_runs(os.path.dirname(name)):  # noqa: PTH120
+            continue
+        try:
+            facts = os.stat(f"{root}/{name}")  # noqa: PTH116  # thousands of times
+        except (FileNotFoundError, NotADirectoryError):  # a link that leads nowhere
+            continue
+        except OSError:
+            left_out.append(name)
+            continue
+        if is_secret(name) or not os.access(root / name, os.R_OK):
+            left_out.append(name)
+        elif stat.S_ISREG(facts.st_mode):
+            files[name] = facts.st_size
+        if len(files) > LIMIT_FILES:
+            break
+    return files, left_out
 
 
 def _is_of_runs(root: Path, folder: str) -> bool:

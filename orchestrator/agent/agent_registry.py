@@ -227,6 +227,8 @@ class AgentRegistry:
                 agent.peer = agent_file(self._run, self._spec.attempt, agent.index)
             except (OSError, RunFolderError):  # it is read again; until then silence decides
                 agent.probed = now
+                # An open port may have closed since the probe that found it.
+                agent.port = agent.port if agent.port is Port.CLOSED else None
                 continue
             if agent.peer is None:  # nothing that could be probed
                 agent.probed, agent.port = now, Port.SILENT

@@ -717,9 +717,12 @@ class Coordinator:
         self._out_of_reach_since = self._out_of_reach_since or now
         ports = self._registry.ports(nodes, now, self._out_of_reach_since)
         again = Port.OPEN in ports.values()
-        if len(ports) < len(nodes) and not again:
-            return True  # in the next turns the others are probed
-        if all(port is Port.CLOSED for port in ports.values()):
+        all_known = len(ports) == len(nodes)
+        # In the next turns the others are probed. One whose address stays unreadable counts as
+        # silent after a while, or else this agent would wait for the end of its allocation.
+        if not all_known and not again and now - self._out_of_reach_since < self._spec.silence_s:
+            return True
+        if all_known and all(port is Port.CLOSED for port in ports.values()):
             return False
         log.info(
             "the other nodes continue without this one; its agent ends%s",

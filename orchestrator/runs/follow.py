@@ -360,7 +360,10 @@ def _run_attempts(ready: PreparedRun) -> int:
         Notifier(run).send()
         output.note(describe_culprit(culprit.to_json()), "bold red")
         output.note(decision.message, "yellow")
-        for changed in _Reading(output=output)(lambda: _differences(run, ready.config), []):
+        changes: list[str] = []
+        with contextlib.suppress(OSError, RunFolderError):  # it is only a warning
+            changes = _Reading(output=output)(lambda: _differences(run, ready.config), [])
+        for changed in changes:
             # This attempt starts by itself: no user can accept the change, as with `resume`.
             more = f"warning: {changed}; attempt {number + 1} has it as it is"
             say(output.console, more, "yellow", prose=True)

@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import math
 import os
+import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -89,7 +90,7 @@ def differences(run: RunDir, before: Mapping[str, Any], config: Config) -> list[
     """Return the changes in the code and data of a run, as sentences.
 
     Data that the run may have written does not count: files of which the newest was last written
-    while it ran; see `rewritten_data`.
+    while it ran, and none was replaced or removed later; see `rewritten_data`.
 
     Args:
         before: as `inputs_of` recorded it.
@@ -99,7 +100,7 @@ def differences(run: RunDir, before: Mapping[str, Any], config: Config) -> list[
         now = _sha256(Path(name))
         if now != digest:
             sentences.append(f"{_shown(name)} {'is gone' if now is None else 'has changed'}")
-    for key, is_of_run in _changed_data(run, before, config):
+    for key, _, is_of_run in _changed_data(run, before, config):
         if not is_of_run:
             sentences.append(
                 f"files of {key} have changed" if key.startswith(KEYS) else f"{key} has changed"
@@ -119,33 +120,63 @@ def rewritten_data(run: RunDir, before: Mapping[str, Any], config: Config) -> li
     """
     if is_program(config.job):
         return []
-    there, times = dict(_data(config)), before.get("times") or {}
+    times = before.get("times") or {}
     began = run.read_submission().get("time") or 0.0
     return [
         f"files of {key} that the run began with were written while it ran, perhaps by itself"
-        for key, is_of_run in _changed_data(run, before, config)
+        for key, path, is_of_run in _changed_data(run, before, config)
         # The run's folder may be in the data, with files that change.
-        if is_of_run and not run.path.is_relative_to(there[key].absolute())
-        if _stamp(there[key], times.get(key, began)) != before["data"][key]
+        if path and is_of_run and not run.path.is_relative_to(path.absolute())
+        if _stamped(path, times.get(key, began))[0] != before["data"][key]
     ]
 
 
 def _changed_data(
     run: RunDir, before: Mapping[str, Any], config: Config
-) -> Iterator[tuple[str, bool]]:
-    """Yield the keys of data that is not as before, and whether it was last written while the run
-    ran.
+) -> Iterator[tuple[str, Path | None, bool]]:
+    """Yield the keys of data that is not as before, its path, and whether it was last written
+    while the run ran. A path is None if it is gone.
     """
     there = dict(_data(config))
     began = run.read_submission().get("time") or 0.0
     logs = [run.logs / name for name in names_in(run.logs)] if run.logs.is_dir() else []
-    ended = _newest([run.metrics, run.result, run.checkpoints, *logs])
+    outcomes = [run.outcome(number) for number in run.attempt_numbers()]
+    ended = _newest([run.metrics, run.result, run.checkpoints, *outcomes, *logs])
     for key, stamp in sorted((before.get("data") or {}).items()):
         path = there.get(key)
         if path is None:
-            yield key, False
-        elif _stamp(path) != stamp:
-            yield key, began <= _newest(islice(_files(path), MOST_FILES)) <= ended
+            yield key, None, False
+            continue
+        now, newest = _stamped(path)
+        if now != stamp:
+            yield key, path, began <= newest and _changed_at(path, run) <= ended
+
+
+def _changed_at(path: Path, run: RunDir) -> float:
+    """Return when a file or folder last changed, apart from the run's folder in it.
+
+    A file may be replaced by one with an older time, so the time counts at which it got there, too;
+    one that is removed changes the time of its folder.
+    """
+    newest = 0.0
+    for entry in islice(_entries(path, without=run.path), MOST_FILES):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            facts = entry.stat()
+            # The inode of a folder changes with its mode, too, which is none of its content.
+            changed = facts.st_mtime if stat.S_ISDIR(facts.st_mode) else facts.st_ctime
+            newest = max(newest, facts.st_mtime, changed)
+    return newest
+
+
+def _entries(path: Path, *, without: Path) -> Iterator[Path]:
+    """Yield a file, or a folder with all folders and files below it."""
+    if path.is_file():
+        yield path
+        return
+    for folder, folders, names in os.walk(path):
+        folders[:] = sorted(f for f in folders if Path(folder, f).absolute() != without)
+        yield Path(folder)
+        yield from (Path(folder, name) for name in sorted(names))
 
 
 def _newest(paths: Iterable[Path]) -> float:
@@ -299,22 +330,15 @@ def _existing(texts: Sequence[Any]) -> Iterator[Path]:
 
 
 @cached
-def _stamped(path: Path) -> tuple[str, float]:
-    """Return the stamp of a file or folder, and when the newest of its files was written, by the
-    clock that files have: a file server's may differ from this machine's.
-    """
-    return _stamp(path), _newest(islice(_files(path), MOST_FILES))
-
-
-@cached
-def _stamp(path: Path, until: float = math.inf) -> str:
-    """Return a digest of the names, sizes and times of a file or a folder's files: contents may be
-    large.
+def _stamped(path: Path, until: float = math.inf) -> tuple[str, float]:
+    """Return a digest of the names, sizes and times of a file or a folder's files, since contents
+    may be large; and when the newest of them was written, by the clock that files have: a file
+    server's may differ from this machine's.
 
     Args:
         until: leave out files that were written later: all that are new since, if none changed.
     """
-    whole, count = hashlib.sha256(), 0
+    whole, count, newest = hashlib.sha256(), 0, 0.0
     for file in _files(path):
         try:
             facts = file.stat()
@@ -325,9 +349,10 @@ def _stamp(path: Path, until: float = math.inf) -> str:
         count += 1
         if count > MOST_FILES:
             break
+        newest = max(newest, facts.st_mtime)
         line = f"{file.relative_to(path)} {facts.st_size} {facts.st_mtime_ns}\n"
         whole.update(line.encode("utf-8", "surrogateescape"))  # a name may be any bytes
-    return whole.hexdigest()
+    return whole.hexdigest(), newest
 
 
 def _files(path: Path) -> Iterator[Path]:

@@ -389,11 +389,19 @@ def refuse_changed(inputs_by_run: Mapping[str, Sequence[str]]) -> None:
     raise ConfigError("\n".join([*sentences, ways]))
 
 
-def record(run: RunDir, resumed: Resumption, attempt: int, inputs: Sequence[str]) -> None:
+def record(
+    run: RunDir,
+    resumed: Resumption,
+    attempt: int,
+    inputs: Sequence[str],
+    *,
+    accepts_changes: bool = False,
+) -> None:
     """Record that a person requested `attempt`, with its overrides; then change config.yaml.
 
     Args:
-        inputs: of the run that have changed, as `changed_inputs` names them.
+        inputs: of the run that have changed and were accepted, as sentences.
+        accepts_changes: also of data that no argument names, of which only the ranks find out.
 
     The configuration of the attempts before stays readable in the folder of the last of them. At
     every moment config.yaml is whole, the old one or the new one.
@@ -406,6 +414,7 @@ def record(run: RunDir, resumed: Resumption, attempt: int, inputs: Sequence[str]
         "overrides": list(resumed.overrides),
         "changes": {c.key: [c.before, c.after] for c in resumed.changes},
         "changed_inputs": list(inputs),
+        "accepts_changes": accepts_changes,
     }
     write_json(run.resumes, {RESUMES: [*run.read_resumes(), entry]})
     if inputs or resumed.changes or not resumed.done:
@@ -487,7 +496,8 @@ class _AllowedAttempt:
 
     Attributes:
         number: of the attempt.
-        inputs: of the run that have changed, as `changed_inputs` names them.
+        inputs: of the run that have changed and were accepted, as sentences.
+        accepts_changes: these and others were.
         notes: what a person should know of the run's state.
         request, admission: to the cluster, and from it.
     """
@@ -495,6 +505,7 @@ class _AllowedAttempt:
     number: int
     cluster: Cluster
     inputs: Sequence[str]
+    accepts_changes: bool
     notes: Sequence[str]
     request: Request
     admission: Admission
@@ -521,7 +532,10 @@ def _allow(
     if inputs and not changed:
         refuse_changed({str(run.path): inputs})
     notes = [f"{sentence} since the run began; going on all the same" for sentence in inputs]
-    notes += rewritten_data(run, _inputs_that_count(run, resumed), config)
+    rewritten = rewritten_data(run, _inputs_that_count(run, resumed), config)
+    notes += rewritten
+    if changed:  # or else the ranks refuse it once more, if its samples are others
+        inputs += rewritten
     if not is_program(config.job):
         # Verified here only where ranks run here; elsewhere they verify the files themselves.
         checkpoint, passed_over = newest(run.checkpoints, run.identity, contents=cluster.attended)
@@ -548,6 +562,7 @@ def _allow(
         number=number,
         cluster=cluster,
         inputs=inputs,
+        accepts_changes=changed,
         notes=notes,
         request=request,
         admission=admission,
@@ -581,7 +596,13 @@ def _recorded(
     try:
         if resumed.takes_other_speeds:
             keep_speeds(resumed.config, run)
-        record(run, resumed, allowed.number, allowed.inputs)
+        record(
+            run,
+            resumed,
+            allowed.number,
+            allowed.inputs,
+            accepts_changes=allowed.accepts_changes,
+        )
         if notice := allowed.admission.notice:
             write_json(run.submission, {**run.read_submission(), **notice})
         # Of the attempt before: they would end the new one, or be taken for its result.

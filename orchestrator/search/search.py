@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, product
 from pathlib import Path
 from typing import Any, NoReturn
@@ -47,6 +48,7 @@ from orchestrator.report.terminal import command, say
 from orchestrator.rundir.files import (
     PRIVATE_FILE,
     READ_PATIENCE_S,
+    await_readable,
     is_unreadable_now,
     make_folder,
     read_json,
@@ -564,9 +566,9 @@ class Searcher:
         trial.pruned = trial.verdict
         self._runs.stop(trial.task)
 
-    def _report(self, trial: Trial) -> Iterator[int]:
+    def _report(self, trial: Trial, *, last: bool = False) -> Iterator[int]:
         """Report new values of the objective to Optuna, and yield the updates they are of."""
-        for record in self._new_records(trial):
+        for record in self._last_records(trial) if last else self._new_records(trial):
             if evaluation := record.get("evaluation"):
                 self._check_objective(trial, evaluation)
             value = self._objective.of_record(record)
@@ -587,6 +589,18 @@ class Searcher:
         with contextlib.suppress(OSError, RunFolderError):
             for _, record in trial.metrics.lines():
                 yield record
+
+    def _last_records(self, trial: Trial) -> list[Record]:
+        """Return the rest of an ended trial's records. There is no later turn, so a file that
+        cannot be read is awaited for some time.
+        """
+        records: list[Record] = []  # of all tries: the next one reads on after them
+        note = partial(self._output.note, style="yellow", prose=True)
+        with contextlib.suppress(OSError, RunFolderError):
+            await_readable(
+                lambda: records.extend(record for _, record in trial.metrics.lines()), note
+            )
+        return records
 
     def _check_objective(self, trial: Trial, evaluation: Mapping[str, Any]) -> None:
         """Refuse an objective that the job does not evaluate, at its first evaluation.
@@ -651,7 +665,7 @@ class Searcher:
         if why:
             self._tell(trial.number, TrialState.FAIL, why)
             return
-        for _ in self._report(trial):
+        for _ in self._report(trial, last=True):
             pass  # the rest, for others to be compared with
         self._tell(trial.number, TrialState.COMPLETE, value=value)
 

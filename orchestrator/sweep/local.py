@@ -22,12 +22,19 @@ from orchestrator.agent.processes import fork, name_process
 from orchestrator.clusters.api import Share, cluster_of
 from orchestrator.config.rules import max_concurrent_points
 from orchestrator.config.schema import Config
-from orchestrator.errors import EXIT_FAILED, EXIT_FINISHED, OrchestratorError, describe_status
+from orchestrator.errors import (
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    OrchestratorError,
+    RunFolderError,
+    describe_status,
+)
 from orchestrator.interrupt import STOP_REQUEST, interrupts
 from orchestrator.machine import Machine, free_memory_bytes
 from orchestrator.report.sweep_tables import describe_outcome, only_varying
 from orchestrator.report.terminal import outlive_reader, say
 from orchestrator.rundir.files import APPENDING, open_nofollow
+from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import describe_stop
 from orchestrator.runs.follow import OutputOptions, run_to_end
 from orchestrator.runs.recorded import submission_directory
@@ -230,10 +237,8 @@ class LocalQueue:
         """Forward interrupts to all points, which are not in the terminal's process group."""
         count = min(interrupts.count, len(FORWARDED))
         if count and not self._forwarded and not self._terminal:
-            begun = [
-                process.task.run for process in self._running if process.task.run.plan.exists()
-            ]
-            ways = dict.fromkeys(map(describe_stop, begun))
+            described = (_describe_stop(process.task.run) for process in self._running)
+            ways = dict.fromkeys(filter(None, described))
             what = f"each point that runs {', or '.join(ways)}" if ways else "no more are started"
             text = f"{what}; once more ends every process at once"
             say(self._output.console, text, "yellow")
@@ -254,9 +259,26 @@ class LocalQueue:
         run = process.task.run
         if report is not None:
             return PointResult(task=process.task, exit_code=report[0], refusal=report[1])
-        see = f"; see {run.terminal_log}" if run.terminal_log.exists() else ""
+        has_log = os.path.exists(run.terminal_log)  # noqa: PTH110  # an outage raises nothing
+        see = f"; see {run.terminal_log}" if has_log else ""
         why = f"its process ended without a report ({describe_status(status)}){see}"
         return PointResult(task=process.task, exit_code=EXIT_FAILED, refusal=why)
+
+
+def _describe_stop(run: RunDir) -> str:
+    """Return how a point stops; "" before it has begun. An outage of its files delays no stop."""
+    try:
+        return describe_stop(run) if run.plan.exists() else ""
+    except (OSError, RunFolderError):
+        return "is asked to stop"
+
+
+def _describe_outcome(run: RunDir) -> str:
+    """Return how a point ended. An outage of its files ends no other point."""
+    try:
+        return describe_outcome(run)
+    except (OSError, RunFolderError) as error:
+        return f"ended ({error})"
 
 
 def _run_point(
@@ -352,7 +374,7 @@ def run_here(tasks: Sequence[PointTask], output: OutputOptions) -> dict[Path, Po
                 style = "green" if good else "bold red"
                 say(
                     output.console,
-                    f"{names[path]}: {describe_outcome(result.task.run)} ({rest})",
+                    f"{names[path]}: {_describe_outcome(result.task.run)} ({rest})",
                     style,
                 )
 

@@ -36,6 +36,7 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import is_locked
 from orchestrator.rundir.status import OVER, UNREADABLE, RunStatus, find_runs
 from orchestrator.runs.follow import OutputOptions
+from orchestrator.runs.inputs import INPUTS, rewritten_data
 from orchestrator.runs.recorded import config_of, submission_directory
 from orchestrator.runs.resume import changed_inputs, refuse_changed, resumption
 from orchestrator.runs.start import prepare
@@ -76,15 +77,22 @@ def run_sweep(composer: Composer, output: OutputOptions) -> int:
         if not composer.line.changed:
             refuse_replacing(tasks)
         note_count(tasks)
-        return _run_tasks(tasks, output)
+        return _run_tasks(tasks, output, accepts_changes=composer.line.changed)
 
 
-def _run_tasks(tasks: Sequence[PointTask], output: OutputOptions, not_begun: int = 0) -> int:
+def _run_tasks(
+    tasks: Sequence[PointTask],
+    output: OutputOptions,
+    not_begun: int = 0,
+    *,
+    accepts_changes: bool = False,
+) -> int:
     """Start or resume unfinished points, and print the table; return the worst exit code. A point
     that fails does not end the sweep.
 
     Args:
         not_begun: how many points the sweep has besides these.
+        accepts_changes: see `PointTask`.
 
     Raises `UsageError` for what refuses them, before any is started.
     """
@@ -93,6 +101,8 @@ def _run_tasks(tasks: Sequence[PointTask], output: OutputOptions, not_begun: int
         for task, overrides in zip(tasks, varying, strict=True):
             label = task.point.label(overrides)
             output.note(f"{label}: {task.action.value} ({task.why})", "dim")
+    _warn_of_rewritten_data(tasks, output)
+    tasks = [replace(task, accepts_changes=accepts_changes) for task in tasks]
     todo = [task for task in tasks if task.action in (Action.START, Action.RESUME)]
     alone = [task for task in todo if not class_for(task.point.config).attended]
     if alone:
@@ -131,6 +141,27 @@ def _run_tasks(tasks: Sequence[PointTask], output: OutputOptions, not_begun: int
         return EXIT_INTERRUPTED if EXIT_INTERRUPTED in codes else EXIT_STOPPED
     complete = EXIT_STOPPED if not_begun else EXIT_FINISHED
     return EXIT_FAILED if EXIT_FAILED in codes else max(codes, default=complete)
+
+
+def _warn_of_rewritten_data(tasks: Sequence[PointTask], output: OutputOptions) -> None:
+    """Warn of finished points whose data was written while they ran; a resume warns of others."""
+    numbers: dict[str, list[int]] = {}
+    with read_once():  # of data, which the points may share
+        for task in tasks:
+            if task.action is not Action.NOTHING:
+                continue
+            sentences: list[str] = []
+            with (
+                contextlib.suppress(OSError, RunFolderError),  # nothing of the point is needed
+                submission_directory(task.run),
+            ):
+                inputs = task.run.read_submission().get(INPUTS) or {}
+                sentences = rewritten_data(task.run, inputs, task.point.config)
+            for sentence in sentences:
+                numbers.setdefault(sentence, []).append(task.point.number)
+    for sentence, named in numbers.items():
+        text = f"warning: {named_numbers('point', sorted(named))}: {sentence}"
+        say(output.console, text, "yellow", prose=True)
 
 
 def is_sweep(folder: RunDir) -> bool:
@@ -236,7 +267,7 @@ def resume_sweep(
             if not any(task.action is Action.RESUME for task in tasks):
                 raise RunFolderError(f"{text}; to stop first: {command('cancel', folder)}")
             say(output.console, f"warning: {text}", "yellow", prose=True)
-        return _run_tasks(tasks, output, _count_not_begun(runs))
+        return _run_tasks(tasks, output, _count_not_begun(runs), accepts_changes=changed)
 
 
 def _task_of_run(

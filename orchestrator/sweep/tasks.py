@@ -95,6 +95,7 @@ class PointTask:
         old: an existing folder, moved aside before the start.
         replaces: `old` holds results or checkpoints, and the inputs have changed since.
         overrides: that a person gave to resume it.
+        accepts_changes: in what a resumed run began with, by --changed.
     """
 
     point: Point
@@ -105,6 +106,7 @@ class PointTask:
     old: Path | None = None
     replaces: bool = False
     overrides: tuple[str, ...] = ()
+    accepts_changes: bool = False
 
     @property
     def why(self) -> str:
@@ -303,8 +305,9 @@ def prepared_task(task: PointTask, output: OutputOptions) -> Generator[PreparedR
     """Prepare a task's run: a new one, or one that continues."""
     point, path = task.point, task.run.path
     if task.action is Action.RESUME:
-        # Changes were refused or accepted for all points together.
-        with prepared_resume(path, output, task.overrides, to=point.config, changed=True) as ready:
+        with prepared_resume(
+            path, output, task.overrides, to=point.config, changed=task.accepts_changes
+        ) as ready:
             yield ready
         return
     aside: Path | None = None

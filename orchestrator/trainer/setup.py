@@ -277,10 +277,13 @@ def _begin_record(training: Training, framework: Framework) -> None:
 def _refuse_other_data(run: RunDir, before: Mapping[str, Any], planned: Plan) -> None:
     """Raise `JobError` if a run continues with data that the plan `before` was not made for."""
     resumes = run.read_resumes()
-    if resumes and resumes[-1].get("changed_inputs"):  # accepted by `resume --changed`
+    if resumes and resumes[-1].get("accepts_changes"):  # `resume --changed`
         return
     setting = shlex.quote(f"train.initial_weights={run.path}")
-    instead = f"bring it back, or start another run with {setting}"
+    instead = (
+        f"bring it back, continue with it by `resume` with --changed, or start another run with "
+        f"{setting}"
+    )
     samples, samples_before = planned.length.dataset_samples, before.get("dataset_samples")
     if samples_before not in (None, samples):
         raise JobError(

@@ -5,12 +5,19 @@ from dataclasses import asdict
 
 import pytest
 
-from orchestrator.agent.agent_registry import AGENT_GONE, COME_S, MOST_PROBES, MOST_READ
+from orchestrator.agent.agent_registry import (
+    AGENT_GONE,
+    COME_S,
+    MOST_PROBES,
+    MOST_READ,
+    AgentRegistry,
+)
 from orchestrator.agent.coordinator import (
     KILL_S,
     LOSS_WAIT_S,
     Coordinator,
 )
+from orchestrator.agent.links import Port
 from orchestrator.agent.liveness import RankPosition
 from orchestrator.agent.node_spec import publish_agent
 from orchestrator.agent.replacements import MOST_FRUITLESS, REST_S
@@ -1100,6 +1107,43 @@ def test_an_evicted_node_leaves_the_outcome_to_the_nodes_that_continue(tmp_path,
     assert evicted.commands_of("end")
     assert (evicted.outcome is None) == others_live
     listener.close()
+
+
+def test_an_evicted_node_does_not_wait_for_an_address_that_stays_unreadable(tmp_path):
+    run = RunDir(tmp_path)
+    run.attempt(0).mkdir(parents=True)
+    record = GenerationRecord(run.attempt(0))
+    record.publish(0, [0, 1])
+    record.publish(1, [0], gone=[1])
+    (run.attempt(0) / "agent-00000.json").write_text("torn")
+    evicted = Attempt(tmp_path, nodes=2, index=1, gone=[0], begin=False)
+    evicted.join(1)
+    evicted.end(1, 75, "evicted")
+    evicted.tick(MOMENT_S)
+    assert not evicted.commands_of("end")
+    pass_s(evicted, evicted.spec.silence_s + 1)
+    assert evicted.commands_of("end")[0] == (1, {"command": "end", "again": False})
+    assert evicted.outcome is None
+
+
+def test_a_port_is_not_open_still_once_its_address_could_not_be_read(tmp_path):
+    spec = node_spec(tmp_path, nodes=2, index=1)
+    RunDir(tmp_path).attempt(0).mkdir(parents=True)
+    registry = AgentRegistry(node_spec(tmp_path, nodes=2), 100.0, took_over=False)
+    registry.connect(1, 100.0)
+    registry.disconnect(1)
+    with listen("127.0.0.1") as listener:
+        port = listener.getsockname()[1]
+        publish_agent(spec, port)
+        registry.check(101.0, 5.0, formed=True)
+        assert registry.agents[1].port is Port.OPEN
+    registry.lose(1)
+    (RunDir(tmp_path).attempt(0) / "agent-00001.json").write_text("torn")
+    registry.check(102.0, 5.0, formed=True)
+    assert registry.ports([1], 102.0, since=102.0) == {}
+    publish_agent(spec, port)
+    registry.check(103.0, 5.0, formed=True)
+    assert registry.ports([1], 103.0, since=102.0) == {1: Port.CLOSED}
 
 
 def test_an_evicted_node_asks_all_others_in_a_few_turns_whether_they_continue(tmp_path):

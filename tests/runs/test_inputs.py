@@ -1,7 +1,9 @@
 """Inputs of a run: the files that it imports, and the data that its arguments name."""
 
+import errno
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -164,10 +166,40 @@ def test_files_of_a_job_that_were_rewritten_while_it_ran_are_named(
     for path in data.iterdir():  # the clock of files is coarse
         if path.stat().st_mtime > 1.1e9:
             os.utime(path, (now, now))
-    os.utime(run.result, (now + 1.0, now + 1.0))
+    os.utime(run.result, (time.time() + 1.0,) * 2)
     assert inputs.differences(run, before, config) == [], "a library may have written a lock"
     expected = [REWRITTEN] if differs and not program else []
     assert inputs.rewritten_data(run, before, config) == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "differs"),
+    [
+        (lambda data: None, False),
+        (lambda data: (data / "inner" / "b.csv").unlink(), True),
+        (lambda data: shutil.copy2(data / "inner" / "b.csv", data / "a.csv"), True),
+        (lambda data: (data / "run" / "later").touch(), False),
+    ],
+)
+def test_data_that_is_replaced_or_removed_after_a_run_has_changed(own, tmp_path, change, differs):
+    """The newest time of a file is that of the cache, which the run wrote."""
+    data = tmp_path / "data"
+    (data / "inner").mkdir(parents=True)
+    for name in ("a.csv", "inner/b.csv"):
+        (data / name).write_text("1\n" + name)
+        os.utime(data / name, (1e9, 1e9))
+    config = compose(["job._target_=mine.Mine", f"job.data={data}"])
+    before = json.loads(json.dumps(inputs_of(config)))
+    run = RunDir(data / "run")
+    run.create()
+    write_json(run.submission, {"time": before["times"]["job.data"]})
+    (data / "cache.bin").touch()
+    time.sleep(0.02)  # the clock of files is coarse
+    run.result.touch()
+    time.sleep(0.02)
+    change(data)
+    expected = ["files of job.data have changed"] if differs else []
+    assert inputs.differences(run, before, config) == expected
 
 
 @pytest.mark.parametrize("ahead_s", [-60.0, 0.0, 60.0])
@@ -187,6 +219,27 @@ def test_clock_of_a_file_server_may_differ(own, tmp_path, ahead_s):
     os.utime(run.result, (start + 900.0 + ahead_s,) * 2)
     assert inputs.differences(run, before, config) == []
     assert inputs.rewritten_data(run, before, config) == []
+
+
+def test_data_that_cannot_be_read_for_a_moment_ends_no_launcher(own, monkeypatch):
+    """`rewritten_data` is asked again at a restart, and its paths may come and go."""
+    config = compose(["job._target_=mine.Mine"])
+    before = json.loads(json.dumps(inputs_of(config)))
+    run = RunDir(own / "run")
+    run.create()
+    write_json(run.submission, {"time": before["times"]["job.data"]})
+    (own / "numbers.txt").write_text("22")
+    run.result.touch()
+    failures, really = [1], Path.stat
+
+    def stat(path, **more):
+        if path.name == "numbers.txt" and failures and failures.pop():
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return really(path, **more)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    assert inputs.rewritten_data(run, before, config) == []
+    assert inputs.rewritten_data(run, before, config) == [REWRITTEN]
 
 
 def test_data_that_was_accepted_is_what_later_runs_begin_with(own, tmp_path):
@@ -255,6 +308,30 @@ def test_resume_warns_of_data_that_was_written_while_the_run_ran(own):
     launch("first")
     done = helpers.verb("resume", "first", "train.updates=4", cwd=own, code=0)
     assert REWRITTEN in " ".join(done.stdout.split())
+    helpers.verb("resume", "first", "train.updates=6", "--changed", cwd=own, code=0)
+    assert RunDir(own / "first").read_resumes()[-1]["changed_inputs"] == [REWRITTEN]
+
+
+def test_rewritten_data_with_other_samples_is_accepted_by_changed(own):
+    """The ranks alone know how many there are, and would refuse them again."""
+    (own / "mine.py").write_text(
+        JOB.replace("__init__(width=width)", "__init__(int(open(data).read()), width)")
+    )
+    (own / "numbers.txt").write_text("200")
+    launch("first")
+    (own / "numbers.txt").write_text("240")
+    later = time.time() + 10.0
+    os.utime(own / "first" / "result.json", (later, later))  # so it was written while the run ran
+    longer = ("resume", "first", "train.updates=4")
+    refused = helpers.verb(*longer, cwd=own)
+    assert refused.returncode
+    output = " ".join((refused.stdout + refused.stderr).split())
+    assert "has 240 samples, but had 200" in output
+    assert "--changed" in output
+    assert REWRITTEN in output
+    helpers.verb(*longer, "--changed", cwd=own, code=0)
+    last = helpers.verb("resume", "first", "train.updates=6", cwd=own, code=0)
+    assert REWRITTEN not in " ".join(last.stdout.split()), "it was accepted"
 
 
 def test_a_sweep_replaces_finished_points_only_if_what_has_changed_is_accepted(own):
@@ -269,6 +346,17 @@ def test_a_sweep_replaces_finished_points_only_if_what_has_changed_is_accepted(o
     assert {path: path.stat().st_mtime_ns for path in before} == before
     launch("sweep", *sweep, "--changed")
     assert all(path.stat().st_mtime_ns != then for path, then in before.items())
+
+
+def test_a_sweep_warns_of_finished_points_whose_data_was_rewritten(own):
+    sweep = ("-m", "train.seed=1,2")
+    launch("sweep", *sweep)
+    (own / "numbers.txt").write_text("22")
+    later = time.time() + 10.0
+    for number in "01":  # so it was written while they ran
+        os.utime(own / "sweep" / number / "result.json", (later, later))
+    for again in (launch("sweep", *sweep), helpers.verb("resume", "sweep", cwd=own, code=0)):
+        assert f"warning: points 0-1: {REWRITTEN}" in " ".join(again.stdout.split())
 
 
 REPORTING = "from orchestrator import current_run as run\n{}run.report(0, loss=1.0, samples=1)\n"

@@ -20,6 +20,7 @@ from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import locked
 from orchestrator.runs.follow import OutputOptions
+from orchestrator.search import search as searches
 from orchestrator.search.search import TrialRuns, open_study
 from orchestrator.sweep.local import PointResult
 from tests.search.helpers import (
@@ -379,6 +380,36 @@ def test_records_that_cannot_be_read_for_a_moment_are_read_later(tmp_path, kind)
     search = search_of(*line)
     [trial] = run_to_end(search, Unreadable())["trials"]
     assert trial["state"] == "complete"
+    study, _ = open_study(search)
+    assert study.trials[0].intermediate_values == {0: 0.25}
+
+
+def test_last_records_of_a_trial_are_awaited(tmp_path, monkeypatch):
+    failures, really, states = [], os.open, searches.statuses
+
+    class Recording(AtOnce):
+        def wait(self):
+            [run] = [task.run for task in self.running]
+            run.metrics.write_text(json.dumps({"update": 0, "loss": 0.25}) + "\n")
+            return super().wait()
+
+    def begin_outage(runs):
+        known = states(runs)
+        failures[:] = [1, 1]
+        return known
+
+    def fail(path, *flags, **more):
+        if Path(os.fsdecode(path)).name == "metrics.jsonl" and failures and failures.pop():
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return really(path, *flags, **more)
+
+    search = search_of(*line_of(tmp_path / "found", "sweep.trials=1", "sweep.prune=median"))
+    monkeypatch.setattr(searches, "statuses", begin_outage)
+    monkeypatch.setattr(os, "open", fail)
+    monkeypatch.setattr("orchestrator.rundir.files.READ_POLL_S", 0.01)
+    [trial] = run_to_end(search, Recording())["trials"]
+    assert trial["state"] == "complete"
+    assert not failures
     study, _ = open_study(search)
     assert study.trials[0].intermediate_values == {0: 0.25}
 

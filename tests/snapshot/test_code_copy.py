@@ -172,6 +172,7 @@ def test_ignored_and_linked_files_are_copied_if_the_job_imports_them(imports, tm
     copied = {"_version.py", "alone.py", *linked, *GENERATED}
     assert copied <= set(found), "a part of a package would hide the rest of it"
     assert not {"unused.py", "generated/.env"} & set(found)
+    assert "generated/.env" in left_out
     assert not any(found[name].is_symlink() for name in copied)
     assert found["linked/part.py"].read_text() == "part.py of the library\n"
     assert not {"alone.py", "linked"} & set(left_out)
@@ -215,17 +216,50 @@ def test_a_package_that_is_too_large_is_copied_in_part_where_ranks_cannot_reach_
     (project / "generated").mkdir()
     (project / "generated" / "part.py").write_text("")
     (project / "generated" / "again").symlink_to(".")  # followed, it would never end
+    for name, other in ("ab", "ba"):  # nor would these
+        (project / "generated" / name).mkdir()
+        (project / "generated" / name / other).symlink_to(f"../{other}")
+        (project / "generated" / name / f"{name}.txt").touch()
     large = project / "generated" / "weights.bin"
     large.touch()
     program = ProgramConfig(command=(str(project / "train.py"),))
     names, _ = _copied(program, tmp_path / "small")
     assert "generated/weights.bin" in names
     assert not any("again" in name for name in names)
+    assert sum(name.endswith("a.txt") for name in names) == 2
     os.truncate(large, snapshot.LIMIT_BYTES + 1)
     names, left_out = _copied(program, tmp_path / "large")
     assert "generated/part.py" in names
     assert "generated/weights.bin" not in names
     assert "generated" in left_out
+
+
+def test_runs_in_a_package_keep_no_module_out_of_the_copy(imports, tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshot, "LIMIT_FILES", 30)
+    run = imports / "generated" / "earlier"
+    (run / "attempts").mkdir(parents=True)
+    for name in (".lock", *map(str, range(60))):
+        (run / name).touch()
+    (imports / "generated" / "later").mkdir()
+    (imports / "generated" / "later" / "part.py").touch()
+    (imports / "mine.py").write_text("import generated.later.part\nclass Mine: ...\n")
+    found, _, left_out, _ = taken(tmp_path)
+    assert {*GENERATED, "generated/later/part.py"} <= set(found)
+    assert not any("earlier" in name for name in (*found, *left_out))
+
+
+@pytest.mark.parametrize("ignored", ["", "shared/\n"])
+def test_no_file_is_copied_through_a_link_that_is_copied(imports, tmp_path, ignored):
+    for name in ("part/__init__.py", "part/other.py", "shared/x.py"):
+        (imports / name).parent.mkdir(exist_ok=True)
+        (imports / name).write_text("code\n")
+    (imports / "part" / "common").symlink_to("../shared")
+    (imports / ".gitignore").write_text("/part/__init__.py\n" + ignored)
+    (imports / "mine.py").write_text("import part\nclass Mine: ...\n")
+    found, *_ = taken(tmp_path)
+    assert found["part/common"].readlink() == Path("../shared")
+    assert {"part/__init__.py", "part/other.py"} <= set(found)
+    assert ("shared/x.py" in found) is not bool(ignored)
 
 
 def _copied(target, run):

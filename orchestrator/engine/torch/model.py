@@ -428,6 +428,8 @@ def compile_contexts(model: Module) -> list[Any]:
     for layer in model.modules():
         call = getattr(layer, "_compiled_call_impl", None)
         context = getattr(layer, "dynamo_ctx", None)
+        if call is not None and call == getattr(layer, "_call_impl", None):  # disable=True
+            call = None
         if call is not None:  # compiled in place: the function that is called holds its context
             cells = [cell.cell_contents for cell in getattr(call, "__closure__", None) or ()]
             context = next((value for value in cells if hasattr(value, "_dynamic")), None)

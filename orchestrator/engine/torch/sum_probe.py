@@ -207,7 +207,12 @@ def _warn_of_evaluation(job: Any, probe: _Probe, way: _Way) -> None:
 
 def _ways(model: Module, precision: str) -> Iterator[_Way]:
     """Yield the ways to compute the losses, the most exact first; a copy is built when needed."""
-    if sum(parameter.numel() for parameter in model.parameters()) <= MOST_PARAMETERS:
+    # A copy of what `torch.compile()` has returned is compiled, too, and would not be computed.
+    copies_are_compiled = any(
+        getattr(layer, "dynamo_ctx", None) is not None for layer in model.modules()
+    )
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if parameters <= MOST_PARAMETERS and not copies_are_compiled:
         exact: Module | None = None
         try:
             exact = doubled(copy.deepcopy(model))

@@ -143,6 +143,13 @@ def test_loss_that_cannot_be_compared_is_warned_of_unless_declared(
     assert checked(declared(), samples) == []
 
 
+def test_a_compiled_model_is_not_copied_in_vain(checked, monkeypatch):
+    copies = []
+    monkeypatch.setattr(sum_probe, "doubled", copies.append)
+    assert checked(Compiled())
+    assert not copies
+
+
 def test_what_is_compiled_in_place_is_not_computed_but_copied(checked, monkeypatch):
     monkeypatch.setattr(sum_probe, "MOST_PARAMETERS", 0)
     [sentence] = checked(CompiledInPlace())

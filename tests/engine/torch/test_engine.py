@@ -167,6 +167,7 @@ def _compiled_in_place(model, **options):
         (_compiled_in_place, "reproducible", True),
         (partial(_compiled_in_place, dynamic=True), "reproducible", True),
         (partial(_compiled_in_place, dynamic=False), "reproducible", False),
+        (partial(_compiled_in_place, disable=True), "reproducible", False),
         (partial(torch.compile, backend="eager", dynamic=False), "reproducible", False),
         (partial(torch.compile, backend="eager"), "fast", False),
         (lambda model: model, "reproducible", False),
