@@ -122,6 +122,14 @@ class AgentRegistry:
             if agent.index != self._spec.index
         )
 
+    def is_heard(self, index: int, now: float) -> bool:
+        """Return whether this agent is connected and misses no heartbeats: what it has reported
+        last of its ranks still holds.
+        """
+        agent = self.agents[index]
+        on_time = agent.heard is not None and now - agent.heard <= LEAST_SILENCE_S
+        return index == self._spec.index or (agent.connected and on_time)
+
     def check(self, now: float, silence_s: float, *, formed: bool) -> list[AgentLoss]:
         """Find agents that have ended, are silent, or did not connect in time.
 

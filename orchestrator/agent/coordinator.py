@@ -106,7 +106,8 @@ class Coordinator:
         self._over = False  # a worker has ended in order, or failed: no generation follows
         self._finished = False  # a worker has
         self._kill_at: dict[int, float] = {}  # by rank; it is asked for its stack before
-        self._killed, self._killed_at = False, 0.0
+        # When the order was given first, and last: a reconnected agent gets it again.
+        self._killed, self._killed_first_at, self._killed_at = False, 0.0, 0.0
         self._out_of_reach_since: float | None = None  # all members are
         self.outcome: dict[str, Any] | None = None
         self.changed = True  # since the last tick
@@ -242,9 +243,7 @@ class Coordinator:
             # The exit of an earlier process may come late: its successor lives.
             if worker.state != "ended" and worker.incarnation == event["incarnation"]:
                 worker.state, worker.wants_to_join, worker.exited = "ended", False, True
-                self._standstills.forget(worker.rank)
-                # Ranks that waited for it for hours may not have reported yet that it has come.
-                reset_waits(self.workers.values(), self._clock())
+                self._standstills.note_end(worker.rank)
                 if worker.rank == self._election.saver:
                     self._election.end(self._clock())
                 self._on_exit(index, event)
@@ -359,7 +358,8 @@ class Coordinator:
         taken_away = not final_state and -end.status in EXTERNAL_KILL_SIGNALS
         # Others that have finished do not redo its updates.
         survived = taken_away and self._survives_losses and not self._finished
-        if self._killed:  # by this coordinator, so it is no cause
+        # By this coordinator, so it is no cause. An agent may report later what was before.
+        if self._killed and end.time >= self._killed_first_at:
             return
         if not (others_unaffected or survived):
             self._causes.add_end(end)
@@ -439,7 +439,13 @@ class Coordinator:
             for worker in self.workers.values()
             if worker.state == "alive" and self._members.includes(worker)
         ]
-        finding = self._standstills.check(now, alive, over=self._over)
+        unheard = {
+            rank
+            for index in self.agents
+            if not self._registry.is_heard(index, now)
+            for rank in self._spec.ranks_of(index)
+        }
+        finding = self._standstills.check(now, alive, over=self._over, unheard=unheard)
         if finding.informs:
             self._to_worker(None, standstill_s=finding.standstill_s)
         if finding.warning is not None:
@@ -652,7 +658,7 @@ class Coordinator:
             return True
         if self._causes.are_secondary and self._registry.is_any_silent(now):
             return False
-        self._killed, self._killed_at = True, now
+        self._killed, self._killed_first_at, self._killed_at = True, now, now
         self._command(None, "die")
         return True
 
@@ -666,10 +672,12 @@ class Coordinator:
             # Over a broken link neither the order nor the process's end may have come.
             if worker.state != "alive" or not self.agents[index].connected:
                 continue
-            if killed_at is None or now - killed_at < KILL_S:
+            # Nor has it been told to a coordinator that has not heard the agent since.
+            heard_at = now if index == self._spec.index else self.agents[index].heard or 0.0
+            if killed_at is None or heard_at - killed_at < KILL_S:
                 continue
             worker.state, worker.wants_to_join, worker.sleeps = "ended", False, True
-            self._standstills.forget(worker.rank)
+            self._standstills.note_end(worker.rank)
             sleeps = f"SIGKILL has not ended it in {KILL_S:g} s: it sleeps in the kernel"
             self._warn(worker.rank, sleeps)
             end = AbnormalEnd(

@@ -7,8 +7,9 @@ for.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +65,8 @@ class Standstills:
         self._stands: set[int] = set()  # ranks that make no progress
         self._reported = self._stall_written = False
         self._standstill_announced = False  # that all of them wait
+        self._ended = False  # a rank's process has, since the latest check
+        self._unheard_at = -math.inf  # of a rank's agent
 
     @property
     def may_be_due(self) -> bool:
@@ -75,8 +78,15 @@ class Standstills:
         self._standstill_announced = False
 
     def forget(self, rank: int) -> None:
-        """Forget a process that has ended."""
+        """Forget a process of this rank that another one has followed."""
         self._stands.discard(rank)
+
+    def note_end(self, rank: int) -> None:
+        """Note that a rank's process has ended. Those that have waited for it, maybe for hours, may
+        not have reported yet that it came: the next check measures their waits anew.
+        """
+        self.forget(rank)
+        self._ended = True
 
     def note(self, worker: WorkerState, event: Mapping[str, Any], now: float) -> None:
         """Note what an agent reports of a worker that makes no progress, or makes it again."""
@@ -93,14 +103,30 @@ class Standstills:
         else:
             self._stands.add(worker.rank)
 
-    def check(self, now: float, alive: Sequence[WorkerState], *, over: bool) -> Finding:
+    def check(
+        self,
+        now: float,
+        alive: Sequence[WorkerState],
+        *,
+        over: bool,
+        unheard: Collection[int] = (),
+    ) -> Finding:
         """Find a run in which no rank makes progress, and one in which none ever can.
 
         Args:
             alive: the live members. None of them waits for a replacement, nor is its wait to be let
                 in one for a collective.
             over: a worker has ended, so the others may wait for what never comes.
+            unheard: ranks whose agents have not been heard lately, and may have news of them.
         """
+        if self._ended:
+            self._ended = False
+            reset_waits(alive, now)
+        if any(worker.rank in unheard for worker in alive):
+            self._unheard_at = now
+        if now - self._unheard_at < self._spec.limits.notice_s:
+            informs, self._standstill_announced = self._standstill_announced, False
+            return Finding(informs=informs)
         standing = [worker for worker in alive if worker.rank in self._stands]
         waiting = [worker for worker in standing if worker.standing is Standing.WAITS]
         idle = [

@@ -570,6 +570,58 @@ def test_waits_for_a_rank_that_has_finished_count_from_its_end(tmp_path, standin
     assert attempt.commands_of("die"), "they wait for what never comes"
 
 
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("late", ["waits", "busy"])
+def test_no_verdict_rests_on_the_last_report_of_an_agent_that_is_late(tmp_path, late, broken):
+    attempt = Attempt(tmp_path, survive=False, collective_s=15.0, heartbeat_s=150.0)
+    stand(attempt, 0, "waits")
+    stand(attempt, 1, late)
+    stand(attempt, 2, "waits")
+    if broken:
+        attempt.coordinator.agent_disconnected(1)
+    for _ in range(100):  # in which only its agent knows that rank 1 makes progress
+        attempt.now += 1.0
+        for index in (0, 2):
+            attempt.coordinator.heard(index)
+        attempt.coordinator.tick()
+        attempt.commands += attempt.coordinator.commands()
+    assert not attempt.commands_of("die")
+    if broken:
+        attempt.join(1)
+    attempt.tick()
+    assert not attempt.commands_of("die"), "its news may come in a moment"
+    stand(attempt, 1, "moves")
+    pass_s(attempt, 100)
+    assert not attempt.commands_of("die")
+
+
+def test_an_end_from_before_all_were_killed_is_the_cause_though_it_is_reported_after(tmp_path):
+    attempt = Attempt(tmp_path, nodes=2, ranks_per_node=1, survive=False)
+    lost = {"rank": 0, "node": "node0", "cause": "lost rank 1", "secondary": True, "usage": False}
+    attempt.end(0, status=1, final_state="failed", failure=lost | {"time": attempt.now})
+    attempt.tick(GRACE_S + 0.5)
+    assert attempt.commands_of("die")
+    ended = {"status": -9, "final_state": "", "failure": None, "out_of_memory": True}
+    attempt.take("exit", 1, **ended, seen=SEEN, ago_s=GRACE_S + 0.6)
+    attempt.tick()
+    culprit = culprit_of(attempt)
+    assert (culprit["rank"], "memory" in culprit["cause"]) == (1, True)
+
+
+def test_a_rank_whose_agent_is_late_is_not_said_to_sleep_in_the_kernel(tmp_path):
+    attempt = Attempt(tmp_path, nodes=2, survive=False)
+    attempt.end(0, status=1, final_state="failed")
+    attempt.tick(GRACE_S + 0.1)
+    assert attempt.commands_of("die")
+    for _ in range(int(KILL_S) + 5):
+        attempt.now += 1.0
+        attempt.coordinator.heard(0)
+        attempt.coordinator.tick()
+    assert state_of(attempt) is None, "its process may live, and write"
+    pass_s(attempt, 1)
+    assert state_of(attempt) == "failed", "the agent has not told of its end since"
+
+
 def test_ranks_that_were_all_ended_for_hanging_are_not_said_to_be_killed(attempt):
     for rank in (1, 0, 2):
         attempt.take("hangs", rank, cause=f"it hangs: rank {rank} at a lock", **AWAKE, seen=SEEN)
