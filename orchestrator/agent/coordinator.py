@@ -640,8 +640,7 @@ class Coordinator:
         # Ranks whose weights differ must not save them: which are right is not known.
         if self._causes.replicas_differ:
             return
-        members = [worker for worker in self._processes() if self._members.includes(worker)]
-        self._election.elect(now, members)
+        self._election.elect(now, self._live_members)
         if self._election.saver is not None:
             self._to_worker(None, saver=self._election.saver)
 
@@ -657,6 +656,8 @@ class Coordinator:
         if self._killed or until is None or now < until:
             return True
         if self._causes.are_secondary and self._registry.is_any_silent(now):
+            return False
+        if self._election.awaits_answer(now, self._live_members):
             return False
         self._killed, self._killed_first_at, self._killed_at = True, now, now
         self._command(None, "die")
@@ -759,6 +760,10 @@ class Coordinator:
     def _processes(self) -> list[WorkerState]:
         """Return the newest process of each rank that has a member, in the members' order."""
         return [self.workers[rank_of(member, self._ranks)] for member in self._members.current]
+
+    @property
+    def _live_members(self) -> list[WorkerState]:
+        return [worker for worker in self._processes() if self._members.includes(worker)]
 
     def _node_of(self, member: int) -> int:
         return self._spec.node_of(rank_of(member, self._ranks))

@@ -7,8 +7,9 @@ all are killed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from orchestrator.agent.agent_registry import LEAST_SILENCE_S
 from orchestrator.agent.worker_state import WorkerState
 
 GRACE_S = 1.0
@@ -37,13 +38,25 @@ class SaverElection:
     def __init__(self, hang_s: float) -> None:
         self._hang_s = hang_s
         self._elect_at: float | None = None  # at the latest
-        self._answers_by = 0.0
+        self._answers_by = self._late_answers_by = 0.0
         self.saver: int | None = None
         self.until: float | None = None
 
     def begin(self, now: float) -> None:
         """Give the workers that a failed one leaves behind a moment."""
         self.until = now + GRACE_S
+        self._late_answers_by = self.until + LEAST_SILENCE_S
+
+    def awaits_answer(self, now: float, members: Iterable[WorkerState]) -> bool:
+        """Return whether one of the live members that train may answer yet whether it can save. It
+        does so at once, but its agent may be late.
+        """
+        if self.saver is not None or now >= self._late_answers_by:
+            return False
+        return any(
+            worker.training and worker.can_save is None and worker.killed_at is None
+            for worker in members
+        )
 
     def end(self, now: float) -> None:
         """Wait no longer, since the saver has ended: it has saved, or will not any more."""

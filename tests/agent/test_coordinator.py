@@ -8,6 +8,7 @@ import pytest
 from orchestrator.agent.agent_registry import (
     AGENT_GONE,
     COME_S,
+    LEAST_SILENCE_S,
     MOST_PROBES,
     MOST_READ,
     AgentRegistry,
@@ -672,6 +673,25 @@ def test_the_live_rank_with_the_most_updates_saves_the_last_boundary(tmp_path, s
         attempt.end(rank, status=1, final_state="failed")
     attempt.tick()
     assert state_of(attempt) == "failed"
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_the_answer_of_a_rank_whose_agent_is_late_is_awaited(tmp_path, answers):
+    attempt = Attempt(tmp_path, survive=False)
+    for rank in range(3):
+        attempt.take("trains", rank)
+    attempt.end(0, status=-11)
+    attempt.tick()
+    attempt.take("can_save", 1, able=False)
+    attempt.tick(2 * GRACE_S)
+    assert not attempt.commands_of("die")
+    if answers:
+        attempt.take("save_ready", 2, updates=7)
+        attempt.tick(LEAST_SILENCE_S)
+        told = [c["message"] for _, c in attempt.commands_of("tell")]
+        assert {"saver": 2} in told
+    attempt.tick(LEAST_SILENCE_S)
+    assert bool(attempt.commands_of("die")) != answers
 
 
 def test_a_rank_that_failed_itself_saves_the_last_boundary_only_if_no_other_can(tmp_path):
