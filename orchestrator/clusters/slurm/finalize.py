@@ -100,6 +100,8 @@ REQUEUE_PATIENCE_S = 600.0
 POLL_S = 0.5
 PAUSE_POLL_S = 1.0
 REACH_S = 1.0
+SILENT_PROBES = 3
+"""In a row without an answer, after which agents have gone with their nodes."""
 IN_PLACE = 3
 """Fruitless starts in one allocation, before the next is tried on other nodes."""
 
@@ -256,11 +258,14 @@ def _await_agents(run: RunDir, attempt: int) -> None:
     if run.outcome(attempt).exists():
         return
     peers = published_agents(run, attempt)
-    reported = False
+    reported, silent = False, 0
     while not run.outcome(attempt).exists():
-        if Port.OPEN not in probe_ports({peer.node: peer for peer in peers}, REACH_S).values():
+        ports = set(probe_ports({peer.node: peer for peer in peers}, REACH_S).values())
+        # Closed ports are certain; an answer may be lost on its way.
+        silent = 0 if Port.OPEN in ports else silent + 1
+        if silent and (Port.SILENT not in ports or silent == SILENT_PROBES):
             return
-        if not reported:
+        if not silent and not reported:
             print_note("srun has ended, but agents continue; waiting for them")
             reported = True
         time.sleep(POLL_S)

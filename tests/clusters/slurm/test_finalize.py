@@ -28,6 +28,8 @@ from orchestrator.clusters.slurm.finalize import (
     KILLED,
     MARGIN_S,
     NOT_REQUEUED,
+    POLL_S,
+    REACH_S,
     Next,
     _await_agents,
     _count_new_srun,
@@ -870,6 +872,27 @@ def test_an_agent_is_waited_for_although_that_of_an_earlier_node_published_nothi
         waiting.start()
         listener.settimeout(20)
         listener.accept()[0].close()  # it checks whether the agent listens
+        assert waiting.is_alive()
+    waiting.join(20)
+    assert not waiting.is_alive()
+
+
+def test_an_agent_that_does_not_answer_once_is_waited_for(run, monkeypatch):
+    # On a slow machine more probes may be over before the test goes on.
+    monkeypatch.setattr("orchestrator.clusters.slurm.finalize.SILENT_PROBES", 1000)
+    run.begin_attempt()
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
+        address = listener.getsockname()
+        first = socket.create_connection(address)  # none further is answered before it is accepted
+        publish_agent(node_spec(run.path, index=1), address[1])
+        waiting = threading.Thread(target=_await_agents, args=(run, 0), daemon=True)
+        waiting.start()
+        waiting.join(REACH_S + POLL_S)  # one probe
+        assert waiting.is_alive()
+        listener.settimeout(20)
+        for _ in range(2):  # that one, and a later probe
+            listener.accept()[0].close()
+        first.close()
         assert waiting.is_alive()
     waiting.join(20)
     assert not waiting.is_alive()
