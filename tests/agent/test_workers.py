@@ -286,7 +286,9 @@ def watched(begun):
     own_end, worker_end = socket.socketpair()
     now, events = [1000.0], []
     with (
-        subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process,
+        subprocess.Popen(
+            [sys.executable, "-c", script], stdout=subprocess.PIPE, start_new_session=True
+        ) as process,
         selectors.DefaultSelector() as selector,
         worker_end,
         own_end,
@@ -329,6 +331,26 @@ def test_a_child_that_is_stopped_hangs_its_rank_after_the_limit_at_one_position(
     assert "hangs" in look(watched, 45, stopped=True)
     [hang] = [event for event in watched[-1] if event["event"] == "hangs"]
     assert mentions(hang["cause"], "its child process is stopped (SIGSTOP)"), hang["cause"]
+
+
+def test_an_idle_program_that_is_asked_to_stop_counts_as_moving_while_it_ends(watched, monkeypatch):
+    """It may save for long, and would be ended for the time before the stop."""
+    monkeypatch.setattr("orchestrator.agent.programs.CHECK_S", 0.0)
+    workers, _, now, events = watched
+    worker = workers.all[0]
+    facts = {**FACTS, "stop_signal": "CONT", "rendezvous": ("127.0.0.1", 1)}
+    worker.program = RankProgram(workers._spec, 0, worker.pid, facts, clock=lambda: now[0])
+
+    def standings():
+        workers.check_programs()
+        now[0] += 1.0
+        return [event["standing"] for event in events if event["event"] == "standing"]
+
+    until(standings)
+    assert standings() == ["idle"]
+    workers.stop("SIGTERM")
+    assert standings() == standings() == ["idle", "moves"]
+    assert worker.seen == RankPosition()
 
 
 @pytest.mark.parametrize(
