@@ -290,7 +290,7 @@ class Agent:
         silence_s = max(self._silence_s, LEAST_SILENCE_S)
         if self._coordinator_link is not None and now - self._coordinator_link.heard > silence_s:
             self._leave_coordinator(lost=True)
-        self._workers.judge()
+        self._workers.judge(self._silence_s)
         self._return_to_coordinator()
         if self._coordinator is not None and self._control is None:
             self._notifier.send()
@@ -300,8 +300,8 @@ class Agent:
 
     @property
     def _silence_s(self) -> float:
-        """Return for how long the coordinator may be silent. Before the first generation no other
-        one could continue without it.
+        """Return for how long the coordinator may be silent, or a worker's child be stopped. Before
+        the first generation no other one could continue without it.
         """
         return self._spec.heartbeat_s if self._generation is None else self._spec.silence_s
 

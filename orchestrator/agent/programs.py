@@ -141,7 +141,7 @@ class RankProgram:
     # ------------------------------------------------------------------ while it runs
 
     def check(self, stops: Mapping[str, float]) -> None:
-        """Forward a stop; once a second, judge whether the program makes progress.
+        """Forward a stop; before one, judge once a second whether the program makes progress.
 
         Args:
             stops: monotonic time of the first stop signal of each name that the agent received.
@@ -150,6 +150,8 @@ class RankProgram:
         if stops:
             self._stop_name = max(stops, key=lambda name: stops[name])
             self._forward_stop(now, latest=stops[self._stop_name])
+            # Judged no more: it may save for long, and nothing may go on counting from before.
+            self.standing, self.seen, self.stood_s = Standing.MOVES, RankPosition(), 0.0
         if now - self._checked < CHECK_S:
             return
         self._checked = now

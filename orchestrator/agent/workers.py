@@ -86,6 +86,8 @@ class Worker:
         children: the request for its children's stacks, while its progress is unusual.
         warned: of the present stay; ending: its children are asked for their stacks once more;
             hangs: reported to the coordinator, which ends it.
+        child_stopped_since: agent's time from which each look has found a child of it stopped
+            (SIGSTOP); None if the latest has not.
         killed: by the coordinator's command.
         latest_events: its newest message of each kind that the coordinator needs.
         status: exit status as of `subprocess`; None while it runs.
@@ -102,6 +104,7 @@ class Worker:
     warned: bool = False
     ending: bool = False
     hangs: bool = False
+    child_stopped_since: float | None = None
     killed: bool = False
     status: int | None = None
     ended: float = 0.0
@@ -290,15 +293,19 @@ class Workers:
             self._selector.unregister(worker.link.socket)
             worker.link.close()
 
-    def judge(self) -> None:
+    def judge(self, stopped_limit_s: float) -> None:
         """Report stopped workers, and changes of the others' standing; send what workers have not
         read yet. Call it once a second.
+
+        Args:
+            stopped_limit_s: for how long a child of a worker may be stopped (SIGSTOP).
         """
         now = self._clock()
         for worker in self.alive:
             worker.link.flush()
             signs = worker.signs
             if (seconds := signs.stopped_s(now)) is not None:
+                worker.child_stopped_since = None  # it may continue before its children do
                 self._report(
                     {
                         "event": "stopped",
@@ -308,11 +315,12 @@ class Workers:
                     }
                 )
             elif signs.received and not signs.final_state and not signs.program:
-                self._judge_worker(worker, now)
+                self._judge_worker(worker, now, stopped_limit_s)
 
-    def _judge_worker(self, worker: Worker, now: float) -> None:
+    def _judge_worker(self, worker: Worker, now: float, stopped_limit_s: float) -> None:
         """Judge the progress of a worker that sends reports."""
         judge, signs = worker.judge, worker.signs
+        stopped_since, worker.child_stopped_since = worker.child_stopped_since, None
         if worker.hangs or state_of(worker.pid) == "t":  # a debugger holds it
             return
         children: list[int] = []
@@ -326,8 +334,12 @@ class Workers:
         standing = judge.observe(now, signs.seen, age_s, work)
         stopped = [pid for pid in children if state_of(pid) == "T"]
         if stopped and not signs.seen.declared:
-            self._report_hang(worker, f"and its child process {stopped[0]} is stopped (SIGSTOP)")
-            return
+            # One look may fall into a short pause, or see a child that continues after its agent.
+            since = worker.child_stopped_since = now if stopped_since is None else stopped_since
+            if now - since >= stopped_limit_s:
+                child = f"its child process {stopped[0]}"
+                self._report_hang(worker, f"and {child} is stopped (SIGSTOP)")
+                return
         if standing in (Standing.MOVES, Standing.WAITS):
             if worker.warned:
                 self._write_log(worker.rank, "progress resumed")

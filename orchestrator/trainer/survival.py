@@ -316,7 +316,9 @@ class GroupMembership(Callback):
         """Wait for the next generation; return the latest at the timeout, or if none will come. The
         timeout counts from when it was last said to be delayed.
         """
-        began, timeout_s = time.monotonic(), max(timeout_s, 3 * self._silence_s)
+        # The coordinator may be blocked in writing the generation, and cannot say so then.
+        timeout_s = max(timeout_s, 3 * self._silence_s, self._spec.timeout_s)
+        began = time.monotonic()
         with self._changed:
             while self._latest.number <= self._generation and not self._left:
                 left_s = max(began, self._delayed) + timeout_s - time.monotonic()

@@ -161,7 +161,7 @@ class SimulatedWorkers:
             "ago_s": 0.0,
         }
 
-    def judge(self):
+    def judge(self, stopped_limit_s):
         for one in self.alive:
             if one.frozen_at is not None and one.status is None:
                 seconds = self.simulation.now - one.frozen_at

@@ -6,6 +6,7 @@ import os
 import selectors
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 
@@ -14,9 +15,11 @@ import pytest
 
 from orchestrator.agent import stacks
 from orchestrator.agent import workers as module
-from orchestrator.agent.liveness import RankPosition
+from orchestrator.agent.judge import WorkerJudge
+from orchestrator.agent.links import Link
+from orchestrator.agent.liveness import RankPosition, WorkerLiveness
 from orchestrator.agent.programs import RankProgram
-from orchestrator.agent.workers import Workers
+from orchestrator.agent.workers import Worker, Workers
 from orchestrator.rundir.folder import RunDir
 from tests.agent.specs import node_spec
 from tests.helpers import LIMIT_S, environment, until
@@ -272,6 +275,82 @@ def test_what_a_silent_rank_waited_for_in_its_latest_report_is_no_longer_said(
     assert mentions(hang["cause"], "11 s without using a processor"), hang["cause"]
     for event in (hang, workers.exit_of(worker)):
         assert event["seen"] == {"where": "the boundary of update 1"}
+
+
+@pytest.fixture
+def watched(begun):
+    """Workers with rank 0, whose process and its child only sleep; the child, a clock, events."""
+    script = (
+        "import subprocess as s; p = s.Popen(['sleep', '600']); print(p.pid, flush=1); p.wait()"
+    )
+    own_end, worker_end = socket.socketpair()
+    now, events = [1000.0], []
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", script], stdout=subprocess.PIPE, start_new_session=True
+        ) as process,
+        selectors.DefaultSelector() as selector,
+        worker_end,
+        own_end,
+    ):
+        child = psutil.Process(int(process.stdout.readline()))
+        spec = node_spec(begun.path)
+        workers = Workers(spec=spec, selector=selector, report=events.append, clock=lambda: now[0])
+        workers.all[0] = Worker(
+            0, 0, WorkerLiveness(process.pid), Link(own_end), WorkerJudge(spec.limits)
+        )
+        yield workers, child, now, events
+        child.kill()
+        process.kill()
+
+
+def look(watched, stood_s, *, stopped):
+    """Judge the rank, whose child is stopped meanwhile or not; the events that this reports."""
+    workers, child, now, events = watched
+    before = len(events)
+    signs = workers.all[0].signs
+    signs.received, signs.seen = now[0], RankPosition(where="micro-step 2 of 8", stood_s=stood_s)
+    if stopped:
+        child.suspend()
+        until(lambda: child.status() == psutil.STATUS_STOPPED)
+    workers.judge(20.0)
+    child.resume()
+    until(lambda: child.status() != psutil.STATUS_STOPPED)
+    now[0] += 1.0
+    return [event["event"] for event in events[before:]]
+
+
+def test_a_child_that_is_stopped_for_a_moment_in_a_long_micro_step_is_no_hang(watched):
+    for stood_s in range(25, 50):
+        assert "hangs" not in look(watched, stood_s, stopped=stood_s not in (30, 45))
+
+
+def test_a_child_that_is_stopped_hangs_its_rank_after_the_limit_at_one_position(watched):
+    seen = [look(watched, stood_s, stopped=True) for stood_s in (*range(25, 40), 0, *range(25, 45))]
+    assert not any("hangs" in events for events in seen)
+    assert "hangs" in look(watched, 45, stopped=True)
+    [hang] = [event for event in watched[-1] if event["event"] == "hangs"]
+    assert mentions(hang["cause"], "its child process is stopped (SIGSTOP)"), hang["cause"]
+
+
+def test_an_idle_program_that_is_asked_to_stop_counts_as_moving_while_it_ends(watched, monkeypatch):
+    """It may save for long, and would be ended for the time before the stop."""
+    monkeypatch.setattr("orchestrator.agent.programs.CHECK_S", 0.0)
+    workers, _, now, events = watched
+    worker = workers.all[0]
+    facts = {**FACTS, "stop_signal": "CONT", "rendezvous": ("127.0.0.1", 1)}
+    worker.program = RankProgram(workers._spec, 0, worker.pid, facts, clock=lambda: now[0])
+
+    def standings():
+        workers.check_programs()
+        now[0] += 1.0
+        return [event["standing"] for event in events if event["event"] == "standing"]
+
+    until(standings)
+    assert standings() == ["idle"]
+    workers.stop("SIGTERM")
+    assert standings() == standings() == ["idle", "moves"]
+    assert worker.seen == RankPosition()
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ class Engine:
 class Rank:
     """A rank's membership of three, with a link that the test reads and writes."""
 
-    def __init__(self, folder, rank, incarnation=0, silence_s=POLL_S / 4):
+    def __init__(self, folder, rank, incarnation=0, silence_s=POLL_S / 4, timeout_s=POLL_S / 4):
         self.events, self.engine = [], Engine()
         self.link = SimpleNamespace(
             run_failed=False,
@@ -41,7 +41,13 @@ class Rank:
         )
         self.membership = GroupMembership(
             GroupSpec(
-                rank=rank, size=3, local_rank=0, node="n", address="127.0.0.1", folder=folder
+                rank=rank,
+                size=3,
+                local_rank=0,
+                node="n",
+                address="127.0.0.1",
+                folder=folder,
+                timeout_s=timeout_s,
             ),
             SimpleNamespace(nodes=3, heartbeat_timeout_s=silence_s),
             SimpleNamespace(form_group=lambda spec: SimpleNamespace(interrupt=lambda: None)),
@@ -99,6 +105,27 @@ def test_survivors_wait_for_a_generation_that_a_full_disk_delays(tmp_path, monke
     with pytest.warns(UserWarning, match="rank 1 went away"):
         rank.membership.continue_training(LOST, rank.progress)
     coordinator.join()
+    assert rank.membership.size == 2
+
+
+def test_survivors_wait_while_the_coordinator_is_blocked_in_writing_a_generation(
+    tmp_path, monkeypatch
+):
+    rank, now = Rank(tmp_path, 0, timeout_s=60.0), [100.0]
+
+    class Changed(threading.Condition):
+        """The generation comes after 20 s, by the clock of this test."""
+
+        def wait(self, timeout=None):
+            now[0] += min(timeout, 20.0)
+            if now[0] >= 120.0:
+                rank.hear(1, [0, 2])
+            return True
+
+    monkeypatch.setattr(survival, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    rank.membership._changed = Changed()
+    with pytest.warns(UserWarning, match="rank 1 went away"):
+        rank.membership.continue_training(LOST, rank.progress)
     assert rank.membership.size == 2
 
 

@@ -155,11 +155,16 @@ def _query(
 
 
 def _end_without_job(run: RunDir, statuses: dict[Path, RunStatus], reason: str) -> Iterator[str]:
-    """Fill in the status of a run whose job the scheduler does not know: as its records end it, and
-    that is written then; else lost, for this reason.
+    """Fill in the status of a run whose job the scheduler does not know: by its result, if that
+    came after the first reading; as its records end it, and that is written then; else lost, for
+    this reason.
     """
     status = statuses[run.path]
     try:
+        list(run.path.iterdir())  # a network file system then looks for a result once more
+        if run.read_result() is not None:
+            statuses[run.path] = status_or_damage(run, partial(from_folder, run))
+            return
         end = recorded_end(run)
         if end is not None:
             finalize_ended_job(run, ScheduledJob(id=str(status.job_id), state="GONE"))
