@@ -141,23 +141,24 @@ class RankProgram:
     # ------------------------------------------------------------------ while it runs
 
     def check(self, stops: Mapping[str, float]) -> None:
-        """Forward a stop; before one, judge once a second whether the program makes progress.
+        """Forward a stop, and judge once a second whether the program makes progress.
 
         Args:
             stops: monotonic time of the first stop signal of each name that the agent received.
         """
         now = time.monotonic()
         if stops:
+            if not self._stop_name:  # what it waited for may have come, and it saves from now on
+                self._judge = ProgramJudge(self._spec.limits, self._clock())
+                self.standing, self.seen, self.stood_s = Standing.MOVES, RankPosition(), 0.0
             self._stop_name = max(stops, key=lambda name: stops[name])
             self._forward_stop(now, latest=stops[self._stop_name])
-            # Judged no more: it may save for long, and nothing may go on counting from before.
-            self.standing, self.seen, self.stood_s = Standing.MOVES, RankPosition(), 0.0
         if now - self._checked < CHECK_S:
             return
         self._checked = now
         if self._rank == 0:
             self.check_all_handle(now)
-        if self._rendezvous is not None and not stops:
+        if self._rendezvous is not None:
             self._judge_progress(self._clock(), self._rendezvous[1])
 
     def _forward_stop(self, now: float, *, latest: float) -> None:
