@@ -109,6 +109,7 @@ class Coordinator:
         # When the order was given first, and last: a reconnected agent gets it again.
         self._killed, self._killed_first_at, self._killed_at = False, 0.0, 0.0
         self._out_of_reach_since: float | None = None  # all members are
+        self._ports_known, self._port_learned_at = 0, 0.0  # of their agents, since then
         self.outcome: dict[str, Any] | None = None
         self.changed = True  # since the last tick
         self._commands: list[tuple[int | None, dict[str, Any]]] = []
@@ -723,13 +724,16 @@ class Coordinator:
         if not all(self.agents[index].lost for index in nodes):
             self._out_of_reach_since = None
             return False
-        self._out_of_reach_since = self._out_of_reach_since or now
+        if self._out_of_reach_since is None:
+            self._out_of_reach_since, self._ports_known = now, -1
         ports = self._registry.ports(nodes, now, self._out_of_reach_since)
         again = Port.OPEN in ports.values()
         all_known = len(ports) == len(nodes)
+        if len(ports) > self._ports_known:
+            self._ports_known, self._port_learned_at = len(ports), now
         # In the next turns the others are probed. One whose address stays unreadable counts as
         # silent after a while, or else this agent would wait for the end of its allocation.
-        if not all_known and not again and now - self._out_of_reach_since < self._spec.silence_s:
+        if not all_known and not again and now - self._port_learned_at < self._spec.silence_s:
             return True
         if all_known and all(port is Port.CLOSED for port in ports.values()):
             return False

@@ -13,7 +13,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from orchestrator.agent.agent_registry import LEAST_SILENCE_S
 from orchestrator.agent.judge import Standing
+from orchestrator.agent.liveness import BEAT_S
 from orchestrator.agent.node_spec import NodeSpec
 from orchestrator.agent.root_cause import describe_idle_programs, describe_waits, late_rank
 from orchestrator.agent.worker_state import WorkerState
@@ -22,6 +24,8 @@ from orchestrator.rundir.folder import RunDir
 
 STALL_S = 300.0
 """After which `notify` sends a message about a run that makes no progress."""
+NEWS_S = LEAST_SILENCE_S + BEAT_S
+"""From a late agent's first heartbeat until its news of its ranks has come."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +71,7 @@ class Standstills:
         self._standstill_announced = False  # that all of them wait
         self._ended = False  # a rank's process has, since the latest check
         self._unheard_at = -math.inf  # of a rank's agent
+        self._pauses_since: float | None = None  # since when that has kept any verdict back
 
     @property
     def may_be_due(self) -> bool:
@@ -86,7 +91,7 @@ class Standstills:
         not have reported yet that it came: the next check measures their waits anew.
         """
         self.forget(rank)
-        self._ended = True
+        self._ended = self._ended or bool(self._stands)
 
     def note(self, worker: WorkerState, event: Mapping[str, Any], now: float) -> None:
         """Note what an agent reports of a worker that makes no progress, or makes it again."""
@@ -122,9 +127,7 @@ class Standstills:
         if self._ended:
             self._ended = False
             reset_waits(alive, now)
-        if any(worker.rank in unheard for worker in alive):
-            self._unheard_at = now
-        if now - self._unheard_at < self._spec.limits.notice_s:
+        if self._pauses(now, any(worker.rank in unheard for worker in alive)):
             informs, self._standstill_announced = self._standstill_announced, False
             return Finding(informs=informs)
         standing = [worker for worker in alive if worker.rank in self._stands]
@@ -170,6 +173,19 @@ class Standstills:
             cause=cause,
             ends_run=blamed is not None,
         )
+
+    def _pauses(self, now: float, is_unheard: bool) -> bool:
+        """Return whether verdicts wait for news, since an agent of a live rank is late. Where one
+        or another always is, as of many on a slow file system, they do not wait for ever.
+        """
+        if is_unheard:
+            self._unheard_at = now
+        if now - self._unheard_at >= NEWS_S:
+            self._pauses_since = None
+            return False
+        if self._pauses_since is None:
+            self._pauses_since = now
+        return now - self._pauses_since < self._spec.hang_s
 
     def _find_vain_wait(
         self, now: float, waiting: list[WorkerState], alive: Sequence[WorkerState], *, over: bool

@@ -574,7 +574,7 @@ def test_waits_for_a_rank_that_has_finished_count_from_its_end(tmp_path, standin
 @pytest.mark.parametrize("broken", [False, True])
 @pytest.mark.parametrize("late", ["waits", "busy"])
 def test_no_verdict_rests_on_the_last_report_of_an_agent_that_is_late(tmp_path, late, broken):
-    attempt = Attempt(tmp_path, survive=False, collective_s=15.0, heartbeat_s=150.0)
+    attempt = Attempt(tmp_path, survive=False, collective_s=15.0, heartbeat_s=150.0, hang_s=600.0)
     stand(attempt, 0, "waits")
     stand(attempt, 1, late)
     stand(attempt, 2, "waits")
@@ -594,6 +594,26 @@ def test_no_verdict_rests_on_the_last_report_of_an_agent_that_is_late(tmp_path, 
     stand(attempt, 1, "moves")
     pass_s(attempt, 100)
     assert not attempt.commands_of("die")
+
+
+@pytest.mark.parametrize(
+    "is_heard",
+    [lambda second: second % 10 >= 3, lambda second: not second % 6],
+    ids=["often", "always"],
+)
+def test_a_standstill_is_ended_though_agents_are_late(tmp_path, is_heard):
+    attempt = Attempt(tmp_path, survive=False)
+    for rank in range(3):
+        stand(attempt, rank, "waits")
+    for second in range(3 * HANG_S):
+        attempt.now += 1.0
+        for index in range(3):
+            if index == 0 or is_heard(second):
+                attempt.coordinator.heard(index)
+        attempt.coordinator.tick()
+        attempt.commands += attempt.coordinator.commands()
+    assert attempt.commands_of("die")
+    assert culprit_of(attempt, 0, 1, 2)["cause"].startswith("it hangs: ")
 
 
 def test_an_end_from_before_all_were_killed_is_the_cause_though_it_is_reported_after(tmp_path):

@@ -179,6 +179,9 @@ def recorded_end(run: RunDir) -> State | None:
     (`slurmctld -c`), or have killed the script.
     """
     attempt = run.latest_attempt
+    handle = run.read_handle() or {}
+    if attempt < int(handle.get("attempt", 0)):
+        return None  # the job's own attempt never began
     outcome = read_outcome(run, attempt)
     if outcome is None or outcome.state is State.FAILED or outcome.lost is not None:
         return None

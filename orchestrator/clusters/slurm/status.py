@@ -162,12 +162,12 @@ def _end_without_job(run: RunDir, statuses: dict[Path, RunStatus], reason: str) 
     status = statuses[run.path]
     try:
         list(run.path.iterdir())  # a network file system then looks for a result once more
+        if run.read_result() is None and recorded_end(run) is not None:
+            finalize_ended_job(run, ScheduledJob(id=str(status.job_id), state="GONE"))
         if run.read_result() is not None:
             statuses[run.path] = status_or_damage(run, partial(from_folder, run))
             return
-        end = recorded_end(run)
-        if end is not None:
-            finalize_ended_job(run, ScheduledJob(id=str(status.job_id), state="GONE"))
+        end = recorded_end(run)  # which only the run's owner writes down
     except DAMAGE as error:  # the scheduler is silent again, or the folder is damaged
         yield f"{run.path}: {error}"
         end = None

@@ -289,6 +289,17 @@ def test_a_program_that_ended_has_ended_although_the_controller_lost_its_job(
     assert (submitted.read_result() or {"state": "lost"})["state"] == state
 
 
+def test_a_lost_job_has_not_ended_as_the_attempt_before_it_did(submitted, say):
+    """As an element of an array that is cancelled while it waits, after `resume`."""
+    submitted.begin_attempt()
+    write_json(submitted.outcome(0), {"state": "stopped", "culprit": None, "lost": None})
+    write_json(submitted.handle, {**submitted.read_handle(), "attempt": 1})
+    say("squeue", "")
+    say("sacct", "")
+    (found,), _ = statuses([submitted])
+    assert (found.state, submitted.read_result()) == ("lost", None)
+
+
 def test_a_job_that_has_got_the_id_of_a_runs_job_is_not_taken_for_it(submitted, say):
     """It fails, after the run had left in order: neither may the run end, nor it be requeued."""
     submitted.begin_attempt()
