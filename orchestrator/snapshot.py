@@ -24,7 +24,13 @@ from typing import Any
 from orchestrator.config.job_source import copied_script, source_files
 from orchestrator.config.program import ProgramConfig
 from orchestrator.errors import RunFolderError
-from orchestrator.rundir.files import make_folder, read_json, remove, write_json
+from orchestrator.rundir.files import (
+    is_unreadable_now,
+    make_folder,
+    read_json,
+    remove,
+    write_json,
+)
 from orchestrator.source.git import GitRefusal, code_state, is_secret, listed_files
 from orchestrator.source.modules import (
     PACKAGE,
@@ -265,7 +271,10 @@ def _is_in_package(unit: str, sizes: Mapping[str, int]) -> bool:
 def _new_files(root: Path, unit: str, sizes: Mapping[str, int]) -> tuple[dict[str, int], list[str]]:
     """Return the files of a package, or the one of a module, except `sizes`, with their sizes, as
     many as a copy may have and one more; and the names of those left out: secrets, and files that
-    cannot be read, which would end the start.
+    may not be read, which would end the start.
+
+    Raises:
+        OSError: the file system does not answer for one.
     """
     is_of_runs = cache(partial(_is_of_runs, root))
 
@@ -282,12 +291,17 @@ def _new_files(root: Path, unit: str, sizes: Mapping[str, int]) -> tuple[dict[st
             continue
         try:
             facts = os.stat(f"{root}/{name}")  # noqa: PTH116  # thousands of times
+            if not os.access(root / name, os.R_OK):  # for which reason?
+                os.close(os.open(root / name, os.O_RDONLY | os.O_NONBLOCK))
         except (FileNotFoundError, NotADirectoryError):  # a link that leads nowhere
             continue
-        except OSError:
+        except OSError as error:
+            # An outage ends the start: without this file ranks would fail hours later.
+            if is_unreadable_now(error) and not isinstance(error, PermissionError):
+                raise
             left_out.append(name)
             continue
-        if is_secret(name) or not os.access(root / name, os.R_OK):
+        if is_secret(name):
             left_out.append(name)
         elif stat.S_ISREG(facts.st_mode):
             files[name] = facts.st_size
@@ -357,8 +371,8 @@ def copy_code(target: str | ProgramConfig, run: Path, into: Path) -> list[str]:
     A copy of an earlier start that was refused is replaced. Files cannot be written.
 
     Returns:
-        The names of files that were left out: secrets, links that lead elsewhere, and what is too
-        large, so imported from where it is or copied in part.
+        The names of files that were left out: secrets, what cannot be read, links that lead
+        elsewhere, and what is too large, so imported from where it is or copied in part.
 
     Raises:
         RunFolderError: there is too much of it, or git does not say which files it ignores.

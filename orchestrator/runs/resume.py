@@ -449,6 +449,7 @@ def prepared_resume(
     *,
     to: Config | None = None,
     changed: bool = False,
+    checked: bool = False,
 ) -> Generator[PreparedRun | None]:
     """Prepare a run to resume from its newest valid checkpoint, or from the start when it has
     none, as `prepared_run` does: check the request, then whether the run allows it now, and record
@@ -459,6 +460,7 @@ def prepared_resume(
         config_dir: a folder of the user's own configs, for `cluster=…` among the overrides.
         to: the whole configuration to resume with, overrides already applied.
         changed: resume although the code or data has changed.
+        checked: its inputs were, with those of other runs; what has changed since is only noted.
 
     Returns:
         None if it has finished already; prints that.
@@ -485,7 +487,7 @@ def prepared_resume(
     # What a job's configuration names is meant from where the run was submitted. The lock comes
     # before the checks: what they find must still hold when the attempt is recorded.
     with submission_directory(run), interrupts, wrap_disk_errors(run), locked(run):
-        allowed = _allow(run, resumed, output, changed=changed)
+        allowed = _allow(run, resumed, output, changed=changed, checked=checked)
         with _recorded(run, resumed, allowed, output) as ready:
             yield ready
 
@@ -512,12 +514,13 @@ class _AllowedAttempt:
 
 
 def _allow(
-    run: RunDir, resumed: Resumption, output: OutputOptions, *, changed: bool
+    run: RunDir, resumed: Resumption, output: OutputOptions, *, changed: bool, checked: bool
 ) -> _AllowedAttempt:
     """Check that the run may resume now; nothing is written.
 
     Args:
         changed: although the code or data has changed.
+        checked: as of `prepared_resume`.
 
     Raises:
         RunFolderError: the run is in progress, or what it would continue from is damaged.
@@ -529,7 +532,7 @@ def _allow(
     # First: --changed, for which the next refusal asks, would not help a run in progress.
     _refuse_in_progress(run, handle_of(run).in_progress())
     inputs = changed_inputs(run, resumed)
-    if inputs and not changed:
+    if inputs and not (changed or checked):
         refuse_changed({str(run.path): inputs})
     notes = [f"{sentence} since the run began; going on all the same" for sentence in inputs]
     rewritten = rewritten_data(run, _inputs_that_count(run, resumed), config)

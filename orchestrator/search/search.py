@@ -592,14 +592,20 @@ class Searcher:
 
     def _last_records(self, trial: Trial) -> list[Record]:
         """Return the rest of an ended trial's records. There is no later turn, so a file that
-        cannot be read is awaited for some time.
+        cannot be read is awaited for some time, or until an interrupt.
         """
         records: list[Record] = []  # of all tries: the next one reads on after them
+
+        def read() -> None:
+            try:
+                records.extend(record for _, record in trial.metrics.lines())
+            except (OSError, RunFolderError):
+                if not interrupts.count:  # which running trials do not get while this waits
+                    raise
+
         note = partial(self._output.note, style="yellow", prose=True)
         with contextlib.suppress(OSError, RunFolderError):
-            await_readable(
-                lambda: records.extend(record for _, record in trial.metrics.lines()), note
-            )
+            await_readable(read, note)
         return records
 
     def _check_objective(self, trial: Trial, evaluation: Mapping[str, Any]) -> None:

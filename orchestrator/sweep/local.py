@@ -314,6 +314,7 @@ def _run_point(
                     os.dup2(log, standard)
                 printed = os.pread(early, os.fstat(early).st_size, 0)
                 sys.stdout.write(printed.decode(sys.stdout.encoding, errors="replace"))
+                sys.stdout.flush()  # or the run's own processes would inherit the text
             if ready is not None:
                 code = run_to_end(ready)
     except OrchestratorError as error:

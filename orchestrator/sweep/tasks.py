@@ -306,7 +306,13 @@ def prepared_task(task: PointTask, output: OutputOptions) -> Generator[PreparedR
     point, path = task.point, task.run.path
     if task.action is Action.RESUME:
         with prepared_resume(
-            path, output, task.overrides, to=point.config, changed=task.accepts_changes
+            path,
+            output,
+            task.overrides,
+            to=point.config,
+            changed=task.accepts_changes,
+            # With all points, perhaps hours ago: an edit since then stops none that has waited.
+            checked=True,
         ) as ready:
             yield ready
         return

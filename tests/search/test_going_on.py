@@ -16,9 +16,11 @@ from rich.console import Console
 
 from orchestrator.clusters.api import class_of
 from orchestrator.errors import ConfigError, RunFolderError
+from orchestrator.interrupt import interrupts
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import locked
+from orchestrator.rundir.metrics import Tail
 from orchestrator.runs.follow import OutputOptions
 from orchestrator.search import search as searches
 from orchestrator.search.search import TrialRuns, open_study
@@ -412,6 +414,26 @@ def test_last_records_of_a_trial_are_awaited(tmp_path, monkeypatch):
     assert not failures
     study, _ = open_study(search)
     assert study.trials[0].intermediate_values == {0: 0.25}
+
+
+def test_an_interrupt_ends_the_wait_for_last_records(tmp_path, monkeypatch):
+    """It is forwarded to running trials by the loop that waits here."""
+    tries = []
+
+    class Unanswered(Tail):
+        def lines(self):
+            tries.append(self)
+            if len(tries) == 2:
+                monkeypatch.setattr(interrupts, "count", 1)
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    search = search_of(*line_of(tmp_path / "found", "sweep.trials=1", "sweep.prune=median"))
+    monkeypatch.setattr(searches, "Tail", Unanswered)
+    monkeypatch.setattr("orchestrator.rundir.files.READ_POLL_S", 0.01)
+    monkeypatch.setattr("orchestrator.rundir.files.READ_PATIENCE_S", 1.0)
+    [trial] = run_to_end(search, AtOnce())["trials"]
+    assert trial["state"] == "complete"
+    assert len(tries) == 2
 
 
 def test_a_trial_that_is_in_progress_all_the_same_has_no_result_yet(tmp_path):

@@ -1,5 +1,6 @@
 """The copy of the code: no secrets, nothing from outside the folder, and a bounded size."""
 
+import errno
 import os
 import shutil
 import subprocess
@@ -177,6 +178,28 @@ def test_ignored_and_linked_files_are_copied_if_the_job_imports_them(imports, tm
     assert found["linked/part.py"].read_text() == "part.py of the library\n"
     assert not {"alone.py", "linked"} & set(left_out)
     assert found["inner"].readlink() == Path("package")
+
+
+@pytest.mark.parametrize("call", ["stat", "open"])
+def test_a_file_that_is_denied_is_left_out_and_an_outage_ends_the_start(
+    imports, tmp_path, monkeypatch, call
+):
+    number, really, may = errno.EACCES, getattr(os, call), os.access
+    file = str(imports / "generated/by_computed_name.py")
+
+    def fail(path, *flags, **more):
+        if str(path) == file:
+            raise OSError(number, os.strerror(number), file)
+        return really(path, *flags, **more)
+
+    monkeypatch.setattr(os, call, fail)
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != file and may(path, mode))
+    found, _, left_out, _ = taken(tmp_path)
+    assert "generated/by_computed_name.py" in left_out
+    assert "generated/__init__.py" in found
+    for number in (errno.ESTALE, errno.EIO):
+        with pytest.raises(OSError, match=os.strerror(number)):
+            taken(tmp_path / str(number))
 
 
 def test_folder_with_tracked_files_is_copied_whole_if_it_becomes_a_package(imports, tmp_path):

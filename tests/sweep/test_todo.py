@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -312,6 +313,19 @@ def test_a_resume_that_is_given_up_leaves_a_point_as_it_ended(sweep):
         pass
     ready.withdraw()  # as where another point is refused
     assert task.run.result.read_bytes() == end
+
+
+def test_an_edit_while_points_wait_refuses_none_that_was_checked(sweep, monkeypatch):
+    monkeypatch.setattr("orchestrator.runs.resume.newest", lambda *_, **__: (None, []))
+    for number in (0, 1):
+        write_result_again(sweep.run_of(number), State.STOPPED)
+        folder_of(sweep.run_of(number).checkpoints, 5).mkdir(parents=True)
+    waiting, accepting = sweep.tasks()
+    sweep.edit("# an edit while an earlier point runs\n")
+    sweep.run([waiting, replace(accepting, accepts_changes=True)], State.STOPPED)
+    resumes = [sweep.run_of(number).read_resumes()[-1] for number in (0, 1)]
+    assert all("has changed" in resumed["changed_inputs"][0] for resumed in resumes)
+    assert [resumed["accepts_changes"] for resumed in resumes] == [False, True]
 
 
 @pytest.fixture

@@ -105,8 +105,8 @@ class BaseSlurmCluster(Cluster):
         left_out = snapshot.copy_code(target_of(self.config.job), run, into)
         if left_out:
             self.tell(
-                f"the copy of the code leaves out what holds secrets by its name, links that lead "
-                f"elsewhere, and, as too large, what is imported from where it is, or copied in "
-                f"part: "
+                f"the copy of the code leaves out what holds secrets by its name or cannot be "
+                f"read, links that lead elsewhere, and, as too large, what is imported from where "
+                f"it is, or copied in part: "
                 f"{first_few(sorted(left_out), 3)}"
             )

@@ -120,24 +120,29 @@ def test_a_warning_before_a_point_has_a_log_is_in_its_log(tmp_path, monkeypatch)
     """As that of a resume, of data that was rewritten."""
     run = make_run(tmp_path / "0")
     task = SimpleNamespace(run=run, point=SimpleNamespace(number=0))
+    warning = "warning: files were written"
 
     @contextlib.contextmanager
     def prepared_task(_, output):
-        say(output.console, "warning: files were written", "yellow", prose=True)
-        yield None
+        say(output.console, warning, "yellow", prose=True)
+        yield run
+
+    def run_to_end(_):  # whose processes would inherit and repeat what is not in the file yet
+        return 0 if run.terminal_log.read_text() == f"{warning}\n" else 1
 
     def be():
         sys.stdout = os.fdopen(1, "w", closefd=False)  # and not what pytest collects
         return run_point()
 
     monkeypatch.setattr("orchestrator.sweep.local.prepared_task", prepared_task)
+    monkeypatch.setattr("orchestrator.sweep.local.run_to_end", run_to_end)
     ours, its = Pipe(duplex=False)
     output = OutputOptions(console=Console(), quiet=True)
     run_point = partial(_run_point, task, output, (), its, set(), terminal=False)
     pid = fork(be)
     assert ours.recv() == (0, None)
     assert os.waitpid(pid, 0) == (pid, 0)
-    assert run.terminal_log.read_text() == "warning: files were written\n"
+    assert run.terminal_log.read_text() == f"{warning}\n"
 
 
 def test_the_same_line_goes_on_with_what_has_not_finished_and_killed_it_leaves_no_process(
