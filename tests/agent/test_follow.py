@@ -226,7 +226,7 @@ def test_a_coordinator_may_be_silent_for_longer_before_the_first_generation(agen
 
 
 def test_an_agent_sends_heartbeats_though_its_workers_cannot_be_judged(agent, senior, monkeypatch):
-    def refuse():
+    def refuse(_stopped_limit_s):
         raise OSError(116, "Stale file handle")
 
     senior.recv(1 << 16)
