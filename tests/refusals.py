@@ -1,4 +1,4 @@
-"""What tests assert of a message: its class, and the keys and values that it names.
+"""Assertions on messages: their class, and the keys and values that they name.
 
 So a sentence can be rewritten. The areas of config and plan hold whole sentences in one table alone
 (`MESSAGES`).

@@ -22,7 +22,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from orchestrator.agent.agent_registry import COME_S, LEAST_SILENCE_S, MOST_PROBES, REACH_S
+from orchestrator.agent.agent_registry import COME_S, MOST_PROBES, REACH_S
 from orchestrator.agent.coordinator import LOSS_WAIT_S, Coordinator
 from orchestrator.agent.links import (
     Link,
@@ -33,7 +33,7 @@ from orchestrator.agent.links import (
     line_of,
     probe_ports,
 )
-from orchestrator.agent.liveness import BEAT_S, AwakeClock
+from orchestrator.agent.liveness import BEAT_S, LEAST_SILENCE_S, AwakeClock
 from orchestrator.agent.node_spec import (
     NodeSpec,
     agent_file,

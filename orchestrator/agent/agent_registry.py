@@ -16,7 +16,7 @@ from heapq import nsmallest
 from itertools import islice
 
 from orchestrator.agent.links import Peer, Port, probe_ports
-from orchestrator.agent.liveness import BEAT_S
+from orchestrator.agent.liveness import LEAST_SILENCE_S
 from orchestrator.agent.node_spec import NodeSpec, agent_file
 from orchestrator.agent.root_cause import NODE_WENT_AWAY
 from orchestrator.errors import RunFolderError
@@ -35,8 +35,6 @@ MOST_READ = 4
 connections wait to be answered. After `PROBE_S` without any, `MOST_PROBES` are read, so that most
 agents that end together are found together.
 """
-LEAST_SILENCE_S = 2.5 * BEAT_S
-"""A live agent, which sends a heartbeat every `BEAT_S`, may be as late as this."""
 AGENT_GONE = f"{NODE_WENT_AWAY}its agent is gone"
 
 

@@ -674,7 +674,7 @@ class Coordinator:
             # Over a broken link neither the order nor the process's end may have come.
             if worker.state != "alive" or not self.agents[index].connected:
                 continue
-            # Nor has it been told to a coordinator that has not heard the agent since.
+            # A late agent may not have reported the end of the process yet.
             heard_at = now if index == self._spec.index else self.agents[index].heard or 0.0
             if killed_at is None or heard_at - killed_at < KILL_S:
                 continue

@@ -15,6 +15,8 @@ from orchestrator.agent.processes import descendants, state_of
 from orchestrator.agent.stacks import Frame, as_lines
 
 BEAT_S = 1.0
+LEAST_SILENCE_S = 2.5 * BEAT_S
+"""A live agent, which sends a heartbeat every `BEAT_S`, may be as late as this."""
 SUSPENDED_S = 3.0
 """Above this, the process itself was suspended between two polls."""
 LINK_VARIABLE = "ORCHESTRATOR_AGENT_SOCKET"

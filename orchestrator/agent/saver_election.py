@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from orchestrator.agent.agent_registry import LEAST_SILENCE_S
+from orchestrator.agent.liveness import LEAST_SILENCE_S
 from orchestrator.agent.worker_state import WorkerState
 
 GRACE_S = 1.0

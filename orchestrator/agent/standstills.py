@@ -13,9 +13,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.agent.agent_registry import LEAST_SILENCE_S
 from orchestrator.agent.judge import Standing
-from orchestrator.agent.liveness import BEAT_S
+from orchestrator.agent.liveness import BEAT_S, LEAST_SILENCE_S
 from orchestrator.agent.node_spec import NodeSpec
 from orchestrator.agent.root_cause import describe_idle_programs, describe_waits, late_rank
 from orchestrator.agent.worker_state import WorkerState
@@ -69,9 +68,9 @@ class Standstills:
         self._stands: set[int] = set()  # ranks that make no progress
         self._reported = self._stall_written = False
         self._standstill_announced = False  # that all of them wait
-        self._ended = False  # a rank's process has, since the latest check
-        self._unheard_at = -math.inf  # of a rank's agent
-        self._pauses_since: float | None = None  # since when that has kept any verdict back
+        self._ended = False  # a rank's process has ended since the latest check
+        self._unheard_at = -math.inf  # when an agent of a live rank was late last
+        self._pauses_since: float | None = None  # verdicts have waited for late agents
 
     @property
     def may_be_due(self) -> bool:

@@ -633,9 +633,8 @@ def windows_of(
         waiting.call_at_changes(lambda: run.declare(waiting.declared_activity()))
     if settings.reduction == "reproducible":
         be_deterministic()
-        sentences: list[str] = []
-        for model in (accumulator.model for accumulator in accumulators):
-            sentences += compiled_advice(model) if isinstance(model, Module) else []
+        models = [accumulator.model for accumulator in accumulators]
+        sentences = [s for m in models if isinstance(m, Module) for s in compiled_advice(m)]
         for sentence in sentences if group.rank == 0 else ():
             warn(sentence)
     if run and group.rank == 0:

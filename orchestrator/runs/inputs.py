@@ -168,8 +168,8 @@ def _changed_at(path: Path, run: RunDir) -> float:
     return newest
 
 
-def _entries(path: Path, *, without: Path) -> Iterator[Path]:
-    """Yield a file, or a folder with all folders and files below it."""
+def _entries(path: Path, *, without: Path | None = None) -> Iterator[Path]:
+    """Yield a file, or a folder with all folders and files below it, except one folder."""
     if path.is_file():
         yield path
         return
@@ -356,9 +356,4 @@ def _stamped(path: Path, until: float = math.inf) -> tuple[str, float]:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    if path.is_file():
-        yield path
-        return
-    for folder, folders, names in os.walk(path):
-        folders.sort()
-        yield from (Path(folder, name) for name in sorted(names) if Path(folder, name).is_file())
+    return (entry for entry in _entries(path) if entry.is_file())

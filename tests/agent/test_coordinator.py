@@ -1,6 +1,7 @@
 """Decisions of the coordinator, from events and a clock that the test sets; no processes."""
 
 import shutil
+import weakref
 from dataclasses import asdict
 
 import pytest
@@ -8,7 +9,6 @@ import pytest
 from orchestrator.agent.agent_registry import (
     AGENT_GONE,
     COME_S,
-    LEAST_SILENCE_S,
     MOST_PROBES,
     MOST_READ,
     AgentRegistry,
@@ -19,13 +19,13 @@ from orchestrator.agent.coordinator import (
     Coordinator,
 )
 from orchestrator.agent.links import Port
-from orchestrator.agent.liveness import RankPosition
+from orchestrator.agent.liveness import LEAST_SILENCE_S, RankPosition
 from orchestrator.agent.node_spec import publish_agent
 from orchestrator.agent.replacements import MOST_FRUITLESS, REST_S
 from orchestrator.agent.root_cause import NO_EXIT_REPORT, NODE_WENT_AWAY, NOT_JOINED
 from orchestrator.agent.saver_election import GRACE_S
 from orchestrator.agent.stacks import STACK_S
-from orchestrator.engine.common.rendezvous import listen
+from orchestrator.engine.common.rendezvous import keep_port, listen
 from orchestrator.errors import RunFolderError, describe_status
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import MISSING_FOLDER_CHECKS, RunDir
@@ -87,8 +87,10 @@ class Attempt:
     def lose_agent(self, index, port=None):
         """Break an agent's link; nothing listens at its port any more, unless one is given."""
         if port is None:
-            with listen("127.0.0.1") as listener:
-                port = listener.getsockname()[1]
+            # Kept, or else a test that runs meanwhile could listen there.
+            keeper = keep_port("127.0.0.1")
+            weakref.finalize(self, keeper.close)
+            port = keeper.getsockname()[1]
         publish_agent(node_spec(self.run.path, index=index), port)
         self.coordinator.agent_disconnected(index)
 
@@ -708,8 +710,8 @@ def test_the_answer_of_a_rank_whose_agent_is_late_is_awaited(tmp_path, answers):
     if answers:
         attempt.take("save_ready", 2, updates=7)
         attempt.tick(LEAST_SILENCE_S)
-        told = [c["message"] for _, c in attempt.commands_of("tell")]
-        assert {"saver": 2} in told
+        messages = [c["message"] for _, c in attempt.commands_of("tell")]
+        assert {"saver": 2} in messages
     attempt.tick(LEAST_SILENCE_S)
     assert bool(attempt.commands_of("die")) != answers
 
