@@ -52,7 +52,7 @@ def tells(rank):
     import numpy, torch
     reseed_generators()
     opened = [os.readlink(entry) for entry in os.scandir("/proc/self/fd") if entry.is_symlink()]
-    print(json.dumps({
+    told = json.dumps({
         "rank": [rank, os.environ["SLURM_PROCID"], os.environ["SLURM_LOCALID"]],
         "incarnation": os.environ["ORCHESTRATOR_INCARNATION"],
         "leads its session": os.getsid(0) == os.getpid(),
@@ -60,7 +60,9 @@ def tells(rank):
         "handled": [int(signal.getsignal(n)) for n in (signal.SIGTERM, signal.SIGCHLD)],
         "opened": sorted(name.partition(":")[0] for name in opened if "/fd" not in name),
         "drawn": [random.random(), numpy.random.rand(), torch.rand(1).item()],
-    }), file=sys.stderr)
+    })
+    # One write: `print` without a buffer makes two, and both ranks write to this pipe.
+    sys.stderr.write(told + "\\n")
     return rank
 
 def raises(rank):
