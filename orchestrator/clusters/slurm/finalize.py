@@ -4,7 +4,7 @@
 |---|---|
 | `finalize_in_job` | the batch script on the first node, outside any container, after srun |
 | `finalize_without_script` | the coordinator, if the batch script was killed or lost |
-| `finalize_ended_job` | its owner's `status`, or a sweep's `resume`, once the job ended without |
+| `finalize_ended_job` | its owner's `status`, or a `resume`, once the job ended without |
 
 The agents' coordinator has written the outcome to `outcome.json`. The scheduler is queried first: a
 job that was already requeued or cancelled must not be touched, and a script that outlived its
