@@ -22,7 +22,7 @@ from orchestrator.agent.links import Port
 from orchestrator.agent.liveness import LEAST_SILENCE_S, RankPosition
 from orchestrator.agent.node_spec import publish_agent
 from orchestrator.agent.replacements import MOST_FRUITLESS, REST_S
-from orchestrator.agent.root_cause import NO_EXIT_REPORT, NODE_WENT_AWAY, NOT_JOINED
+from orchestrator.agent.root_cause import NO_EXIT_REPORT, NOT_JOINED
 from orchestrator.agent.saver_election import GRACE_S
 from orchestrator.agent.stacks import STACK_S
 from orchestrator.engine.common.rendezvous import keep_port, listen
@@ -31,7 +31,7 @@ from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import MISSING_FOLDER_CHECKS, RunDir
 from orchestrator.rundir.generations import GenerationRecord
 from orchestrator.rundir.metrics import ProgressWriter
-from orchestrator.rundir.outcome import failure_record
+from orchestrator.rundir.outcome import NODE_WENT_AWAY, failure_record
 from tests.agent.specs import node_spec
 from tests.refusals import mentions
 
