@@ -25,6 +25,7 @@ from typing import Any
 from orchestrator.agent.agent_registry import COME_S, MOST_PROBES, REACH_S
 from orchestrator.agent.coordinator import LOSS_WAIT_S, Coordinator
 from orchestrator.agent.links import (
+    ANSWER,
     Link,
     Peer,
     Port,
@@ -592,6 +593,10 @@ class Agent:
         if link.peer_index is None:
             index = authenticate(message, secret=self._secret, me=self._published.seniority)
             if index is None or not 0 <= index < self._spec.nodes:
+                self._close(link)
+                return
+            if index == self._spec.index:  # no agent: it asks whether this one lives
+                link.send_line(ANSWER)
                 self._close(link)
                 return
             link.peer_index = index
