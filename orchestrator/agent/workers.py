@@ -343,7 +343,7 @@ class Workers:
                     self._report_hang(worker, f"and {child} is stopped (SIGSTOP)")
                 return
         if worker.hangs and not judge.hangs:
-            # It is alive, so no coordinator has heard of it: the next one must not end it for that.
+            # It is alive, so no coordinator has acted on it: the next one must not end it.
             worker.hangs = False
             worker.latest_events.pop("hangs", None)
         if standing in (Standing.MOVES, Standing.WAITS):

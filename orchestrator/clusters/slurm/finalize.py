@@ -271,13 +271,14 @@ def _await_agents(run: RunDir, attempt: int) -> None:
             if not reported:
                 print_note("srun has ended, but agents continue; waiting for them")
                 reported = True
-        elif Port.SILENT in answers.values():  # a stopped agent, or one that waits for its disk
+        elif Port.SILENT in answers.values():
+            # An agent may be stopped, or wait for its disk, and then continue its ranks.
             silent, unanswered = 0, unanswered + 1
-            limit_s = float(run.read_config()["cluster"]["heartbeat_timeout_s"])
+            limit_s = float(run.read_config()["cluster"]["hang_timeout_s"])
             # Probes are counted, since this process may have been suspended together with them.
             if unanswered * (REACH_S + POLL_S) >= limit_s:
                 why = f"accepts connections, but has not answered for {limit_s:g} s"
-                _note_ports(accepting, f"{why} (cluster.heartbeat_timeout_s)")
+                _note_ports(accepting, f"{why} (cluster.hang_timeout_s)")
                 return
         else:
             silent += 1

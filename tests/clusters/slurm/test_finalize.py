@@ -78,7 +78,7 @@ def failure_of(node):
 
 @pytest.fixture
 def run(run):
-    cluster = {"signal_ahead_s": 60, "heartbeat_timeout_s": 1000.0}
+    cluster = {"signal_ahead_s": 60, "hang_timeout_s": 1000.0}
     configure(run, job={}, run={"max_restarts": 0}, cluster=cluster)
     return run
 
@@ -896,7 +896,7 @@ def test_an_agent_is_waited_for_although_that_of_an_earlier_node_published_nothi
 def test_a_port_of_an_ended_agent_that_another_process_has_is_not_waited_for(run, capsys, answers):
     """The nodes would be held until the time limit of the job."""
     if not answers:
-        configure(run, cluster={"heartbeat_timeout_s": 2 * (REACH_S + POLL_S)})
+        configure(run, cluster={"hang_timeout_s": 2 * (REACH_S + POLL_S)})
     run.begin_attempt()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -913,7 +913,7 @@ def test_a_port_of_an_ended_agent_that_another_process_has_is_not_waited_for(run
     [note] = capsys.readouterr().out.splitlines()
     assert f"{port} of node 1 (127.0.0.1)" in note
     assert ("another process" in note) == answers
-    assert ("cluster.heartbeat_timeout_s" in note) != answers
+    assert ("cluster.hang_timeout_s" in note) != answers
 
 
 def test_an_agent_that_does_not_answer_once_is_waited_for(run, monkeypatch):
