@@ -25,6 +25,7 @@ from typing import Any
 from orchestrator.agent.agent_registry import COME_S, MOST_PROBES, REACH_S
 from orchestrator.agent.coordinator import LOSS_WAIT_S, Coordinator
 from orchestrator.agent.links import (
+    ANSWER,
     Link,
     Peer,
     Port,
@@ -33,11 +34,18 @@ from orchestrator.agent.links import (
     line_of,
     probe_ports,
 )
-from orchestrator.agent.liveness import BEAT_S, LEAST_SILENCE_S, AwakeClock
+from orchestrator.agent.liveness import (
+    BEAT_S,
+    FINISHED,
+    LEAST_SILENCE_S,
+    STOPPED,
+    AwakeClock,
+)
 from orchestrator.agent.node_spec import (
     NodeSpec,
     agent_file,
     publish_agent,
+    record_ends,
     secret_of,
 )
 from orchestrator.agent.programs import host_rendezvous
@@ -118,6 +126,8 @@ class Agent:
         self._generation_read = -BEAT_S
         self._coordinator: Coordinator | None = None
         self._ticked = 0.0
+        self._ended_at: float | None = None  # all workers of this node had ended in order
+        self._ends_recorded = False
         self._stops: list[str] = []  # names of signals that the workers do not know yet
         self._dying = self._over = self._again = False
         self._descriptor_limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -297,6 +307,24 @@ class Agent:
         if self._on_beat(self._coordinator.wanted_agents() if self._coordinator else ()):
             log.info("a newer attempt has begun, or the job has ended; this attempt ends")
             self._over = True
+        self._record_ends(now)
+
+    def _record_ends(self, now: float) -> None:
+        """Record that all workers of this node have ended in order, while others still work. If
+        this agent coordinates and is lost, no other one has heard of it.
+
+        Most attempts end within a second of that, and nothing is recorded.
+        """
+        if self._ends_recorded or self._spec.nodes == 1 or self._workers.alive:
+            return
+        exits = [self._workers.exit_of(worker) for worker in self._workers.all.values()]
+        if not exits or any(each["final_state"] not in (FINISHED, STOPPED) for each in exits):
+            return
+        self._ended_at = self._ended_at or now
+        if now - self._ended_at >= BEAT_S:
+            with contextlib.suppress(OSError):  # a full disk: the next beat tries again
+                record_ends(self._spec, exits)
+                self._ends_recorded = True
 
     @property
     def _silence_s(self) -> float:
@@ -592,6 +620,10 @@ class Agent:
         if link.peer_index is None:
             index = authenticate(message, secret=self._secret, me=self._published.seniority)
             if index is None or not 0 <= index < self._spec.nodes:
+                self._close(link)
+                return
+            if index == self._spec.index:  # no agent: it asks whether this one lives
+                link.send_line(ANSWER)
                 self._close(link)
                 return
             link.peer_index = index

@@ -18,9 +18,9 @@ from itertools import islice
 from orchestrator.agent.links import Peer, Port, probe_ports
 from orchestrator.agent.liveness import LEAST_SILENCE_S
 from orchestrator.agent.node_spec import NodeSpec, agent_file
-from orchestrator.agent.root_cause import NODE_WENT_AWAY
 from orchestrator.errors import RunFolderError
 from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.outcome import NODE_WENT_AWAY
 
 COME_S = 2.0
 """Time for the other agents to connect to a new coordinator, or to be reached by it."""

@@ -2,8 +2,9 @@
 
 It receives every start and end of a worker and of an agent, and decides the members of the next
 generation, which workers are replaced, and how the attempt ended. State that must outlive it is in
-the attempt's folder: the record of generations, and finally `outcome.json`. Everything else
-arrives with each agent's first message, so any agent can take over.
+the attempt's folder: the record of generations, the ends of nodes whose workers have finished
+before the others, and finally `outcome.json`. Everything else arrives with each agent's first
+message, so any agent can take over.
 
 | an attempt | until | meanwhile `tick` decides on |
 |---|---|---|
@@ -21,6 +22,7 @@ the end (`causes.py`).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import time
@@ -40,7 +42,7 @@ from orchestrator.agent.causes import (
 from orchestrator.agent.links import Port
 from orchestrator.agent.liveness import BEAT_S, EVICTED, FINISHED, STOPPED
 from orchestrator.agent.membership import Membership
-from orchestrator.agent.node_spec import NodeSpec
+from orchestrator.agent.node_spec import NodeSpec, recorded_ends
 from orchestrator.agent.replacements import Replacements
 from orchestrator.agent.root_cause import (
     EXTERNAL_KILL_SIGNALS,
@@ -52,6 +54,7 @@ from orchestrator.agent.saver_election import SaverElection
 from orchestrator.agent.stacks import STACK_S
 from orchestrator.agent.standstills import Standstills, reset_waits
 from orchestrator.agent.worker_state import WorkerState
+from orchestrator.errors import RunFolderError
 from orchestrator.rundir.files import is_folder, write_json
 from orchestrator.rundir.folder import MISSING_FOLDER_CHECKS, RunDir
 from orchestrator.rundir.generations import (
@@ -204,6 +207,8 @@ class Coordinator:
 
     def _lose_ranks(self, index: int, ranks: list[int], cause: str = AGENT_GONE) -> None:
         """Mark workers as lost together with their agent, with a cause that names the node."""
+        self._learn_recorded_ends(index, ranks)
+        ranks = [rank for rank in ranks if not self.workers[rank].is_gone]
         if not ranks:
             return
         # Out of reach is as good as ended; one that lives may come back (`_keep_members`).
@@ -218,6 +223,20 @@ class Coordinator:
             why=cause,
         )
         self._on_abnormal_end(end, ranks)
+
+    def _learn_recorded_ends(self, index: int, ranks: Iterable[int]) -> None:
+        """Learn the recorded ends of those of these ranks that this coordinator never heard of:
+        they may have finished under the one before, which is lost with their node.
+        """
+        unknown = {rank for rank in ranks if self.workers[rank].state == "expected"}
+        exits: list[dict[str, Any]] = []
+        with contextlib.suppress(OSError, RunFolderError):  # none is known then
+            exits = recorded_ends(self._run, self._spec.attempt, index) if unknown else []
+        for event in exits:
+            worker = self.workers[event["rank"]]
+            if worker.rank in unknown and worker.incarnation == event["incarnation"]:
+                worker.state, worker.exited = "ended", True
+                self._on_exit(index, event)
 
     # ------------------------------------------------------------------ events
     # An event comes once, so nothing below may raise `OSError` before the event has had its effect;

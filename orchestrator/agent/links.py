@@ -150,6 +150,10 @@ def authenticate(message: dict[str, Any], *, secret: str, me: tuple[int, int]) -
     return node if hmac.compare_digest(signature_bytes, sign(secret, node, me).encode()) else None
 
 
+ANSWER = line_of({})
+"""Of an agent to a process that asks, as its own node, whether it lives (`probe_ports`)."""
+
+
 class Port(Enum):
     """State of a peer's port: of one that is open, the peer's process lives."""
 
@@ -158,8 +162,15 @@ class Port(Enum):
     SILENT = "silent"  # its node is down, stopped, or cut off
 
 
-def probe_ports(peers: Mapping[Key, Peer], timeout_s: float) -> dict[Key, Port]:
-    """Return the states of these peers' ports, by key. All are probed at once, without a thread."""
+def probe_ports(
+    peers: Mapping[Key, Peer], timeout_s: float, secret: str | None = None
+) -> dict[Key, Port]:
+    """Return the states of these peers' ports, by key. All are probed at once, without a thread.
+
+    Args:
+        secret: of the attempt. With it a port is open only if its agent answers, and closed if
+            another process does, to which the kernel has given the port since.
+    """
     states = dict.fromkeys(peers, Port.SILENT)
     until = time.monotonic() + timeout_s
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as opened:
@@ -173,7 +184,7 @@ def probe_ports(peers: Mapping[Key, Peer], timeout_s: float) -> dict[Key, Port]:
                 error = probe.connect_ex(address)
             except OSError:  # an unknown name, no descriptor left, or no route
                 continue
-            if error == errno.EINPROGRESS:
+            if error == errno.EINPROGRESS or (not error and secret is not None):
                 selector.register(probe, selectors.EVENT_WRITE, key)
             else:
                 states[key] = _port_state(error)
@@ -182,11 +193,32 @@ def probe_ports(peers: Mapping[Key, Peer], timeout_s: float) -> dict[Key, Port]:
             # At the end it looks once more: peers may have answered while this process had no core.
             in_time = (left_s := until - time.monotonic()) > 0
             for ready, _ in selector.select(max(0.0, left_s)):
-                probe = cast("socket.socket", ready.fileobj)
+                probe, peer = cast("socket.socket", ready.fileobj), peers[ready.data]
+                selector.unregister(probe)
+                if ready.events & selectors.EVENT_READ:
+                    states[ready.data] = _answer_of(probe)
+                    continue
                 error = probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                 states[ready.data] = _port_state(error)
-                selector.unregister(probe)
+                if not error and secret is not None:
+                    states[ready.data] = Port.SILENT  # until it answers
+                    with contextlib.suppress(OSError):  # closed already, as reading it will show
+                        probe.send(line_of(_ask(peer, secret)))
+                    selector.register(probe, selectors.EVENT_READ, ready.data)
     return states
+
+
+def _ask(peer: Peer, secret: str) -> dict[str, Any]:
+    """Return the message that only this agent answers: its own node's, which no agent sends."""
+    return {"node": peer.node, "sign": sign(secret, peer.node, peer.seniority)}
+
+
+def _answer_of(probe: socket.socket) -> Port:
+    """Return whether the agent has answered, or another process, or none of both any more."""
+    try:
+        return Port.OPEN if probe.recv(64) == ANSWER else Port.CLOSED
+    except OSError:
+        return Port.CLOSED
 
 
 def _port_state(error: int) -> Port:

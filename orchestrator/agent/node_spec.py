@@ -169,6 +169,21 @@ def published_agents(run: RunDir, attempt: int) -> list[Peer]:
     return [Peer(**record) for record in records if record is not None]
 
 
+def _ends_path(run: RunDir, attempt: int, index: int) -> Path:
+    return run.attempt(attempt) / f"ends-{index:05d}.json"
+
+
+def record_ends(spec: NodeSpec, exits: list[dict[str, Any]]) -> None:
+    """Write the exit events of this node's workers, all of which have ended in order."""
+    write_json(_ends_path(RunDir(spec.run), spec.attempt, spec.index), {"exits": exits})
+
+
+def recorded_ends(run: RunDir, attempt: int, index: int) -> list[dict[str, Any]]:
+    """Return the exit events that a node's agent has recorded; [] before it has."""
+    record = read_json(_ends_path(run, attempt, index))
+    return [] if record is None else record["exits"]
+
+
 def secret_of(run: RunDir, attempt: int) -> str:
     """Return the secret that authenticates an attempt's agents; the first caller creates it."""
     path = run.attempt(attempt) / "agents-secret"

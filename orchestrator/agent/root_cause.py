@@ -21,7 +21,7 @@ from orchestrator.agent.stacks import (
 from orchestrator.errors import EXIT_FINISHED, EXIT_STOPPED, describe_status
 from orchestrator.rundir.files import read_end
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.outcome import Culprit
+from orchestrator.rundir.outcome import NODE_WENT_AWAY, Culprit
 
 TAIL_LINES = 30
 TAIL_BYTES = 64 * 1024
@@ -37,7 +37,6 @@ OUT_OF_MEMORY = re.compile(
 NOT_JOINED = ", and has not joined the others"
 NOT_OPENED = ", and has not opened the port where the ranks meet"
 """`RankPosition.where` of a program's rank, if nothing else is known."""
-NODE_WENT_AWAY = "the node went away: "
 RAISED = re.compile(
     r"(?:[A-Za-z_][\w.]*\.)?[A-Za-z_]\w*(?:Error|Exception|Exit|Interrupt|Warning)\b"
 )

@@ -85,7 +85,7 @@ class Worker:
         program: what it has become by exec, if it has.
         children: the request for its children's stacks, while its progress is unusual.
         warned: of the present stay; ending: its children are asked for their stacks once more;
-            hangs: reported to the coordinator, which ends it.
+            hangs: reported to the coordinator, which ends it; taken back if it moves before that.
         child_stopped_since: agent's time from which each look has found a child of it stopped
             (SIGSTOP); None if the latest has not.
         killed: by the coordinator's command.
@@ -321,7 +321,8 @@ class Workers:
         """Judge the progress of a worker that sends reports."""
         judge, signs = worker.judge, worker.signs
         stopped_since, worker.child_stopped_since = worker.child_stopped_since, None
-        if worker.hangs or state_of(worker.pid) == "t":  # a debugger holds it
+        # The stack that a hanging one is asked for may move it; a debugger may hold one.
+        if (worker.hangs and self._keeps_positions) or state_of(worker.pid) == "t":
             return
         children: list[int] = []
 
@@ -337,9 +338,14 @@ class Workers:
             # One look may fall into a short pause, or see a child that continues after its agent.
             since = worker.child_stopped_since = now if stopped_since is None else stopped_since
             if now - since >= stopped_limit_s:
-                child = f"its child process {stopped[0]}"
-                self._report_hang(worker, f"and {child} is stopped (SIGSTOP)")
+                if not worker.hangs:
+                    child = f"its child process {stopped[0]}"
+                    self._report_hang(worker, f"and {child} is stopped (SIGSTOP)")
                 return
+        if worker.hangs and not judge.hangs:
+            # It is alive, so no coordinator has acted on it: the next one must not end it.
+            worker.hangs = False
+            worker.latest_events.pop("hangs", None)
         if standing in (Standing.MOVES, Standing.WAITS):
             if worker.warned:
                 self._write_log(worker.rank, "progress resumed")
@@ -352,7 +358,7 @@ class Workers:
                 self._warn_of_stay(worker, worker.children.text, age_s)
         if standing is not before:
             self._report_standing(worker, standing, judge.stood_s)
-        if judge.hangs:
+        if judge.hangs and not worker.hangs:
             if not worker.ending:  # its children may have moved since the warning
                 worker.ending = True
                 worker.children = ProcessStacks(children, self._log_of(worker.rank))

@@ -19,7 +19,12 @@ from orchestrator.report.status_tables import STATE_STYLES
 from orchestrator.report.terminal import command, literal, print_facts, say
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import Figures, History, Record, Summary, summarize
-from orchestrator.rundir.outcome import describe_culprit, describe_end
+from orchestrator.rundir.outcome import (
+    COMPUTED_WRONGLY,
+    NODE_WENT_AWAY,
+    describe_culprit,
+    describe_end,
+)
 from orchestrator.units import (
     UNKNOWN,
     format_bytes,
@@ -272,8 +277,8 @@ LOG_LINES = 20
 RESTARTS_SHOWN = 5
 # Causes that a node's hardware may have; a Python exception of the job is none.
 NODE_FAULT = re.compile(
-    r"SIG(KILL|BUS|SEGV|ABRT)|stopped answering|silent|NCCL|HCCL|CUDA error|Ascend|ECC"
-    r"|computed wrongly in update"
+    r"SIG(KILL|BUS|SEGV|ABRT)|NCCL|HCCL|CUDA error|Ascend|ECC"
+    rf"|{re.escape(NODE_WENT_AWAY)}|{re.escape(COMPUTED_WRONGLY)}"
 )
 
 

@@ -32,6 +32,10 @@ class State(enum.Enum):
         return self in (State.FINISHED, State.STOPPED, State.FAILED)
 
 
+NODE_WENT_AWAY = "the node went away: "
+"""Prefix of the cause of a culprit that is a node."""
+COMPUTED_WRONGLY = "computed wrongly in update"
+"""In the cause of a rank whose result others do not confirm."""
 NO_RESULT = "all ranks ended in order, but none wrote a result"
 EXIT_CODES = {
     State.FINISHED: EXIT_FINISHED,

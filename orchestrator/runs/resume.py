@@ -48,6 +48,7 @@ from orchestrator.rundir.files import read_text, write_atomically, write_json
 from orchestrator.rundir.folder import LABELS, RESUMES, RunDir
 from orchestrator.rundir.lock import holder_of, locked
 from orchestrator.rundir.metrics import Tail
+from orchestrator.rundir.outcome import State, read_outcome
 from orchestrator.runs.follow import OutputOptions, PreparedRun, handle_of
 from orchestrator.runs.inputs import (
     INPUTS,
@@ -64,6 +65,7 @@ from orchestrator.runs.start import (
     request_admission,
     wrap_disk_errors,
 )
+from orchestrator.runs.status import statuses
 from orchestrator.units import format_count, plural
 
 MOST_UPDATES = 5_000  # compared one by one; of longer runs so many, evenly
@@ -475,7 +477,7 @@ def prepared_resume(
         with contextlib.suppress(ClusterError):  # the scheduler does not answer
             _refuse_in_progress(run, holder_of(run) or handle_of(run).in_progress())
         raise
-    result = run.read_result()
+    result = run.read_result() or _end_by_status(run, resumed.config, output)
     if resumed.is_complete(result):
         early = f" early ({result['ended_early']})" if result and "ended_early" in result else ""
         say(output.console, f"{path} has finished already{early}; there is nothing to resume")
@@ -490,6 +492,28 @@ def prepared_resume(
         allowed = _allow(run, resumed, output, changed=changed, checked=checked)
         with _recorded(run, resumed, allowed, output) as ready:
             yield ready
+
+
+def _end_by_status(run: RunDir, config: Config, output: OutputOptions) -> dict[str, Any] | None:
+    """Return the end of a program whose ranks have all finished, and which has no result; None if
+    its status knows none.
+
+    Its batch script writes the result, and may have been killed before; `status` derives it then.
+    A job class needs none of this: its rank 0 writes the result.
+    """
+    if not is_program(config.job):
+        return None
+    outcome = read_outcome(run, run.latest_attempt)
+    if outcome is None or outcome.state is not State.FINISHED:
+        return None  # a status might requeue the job, though a person asks for another start
+    [status], sentences = statuses([run])
+    for sentence in sentences:
+        say(output.console, f"warning: {sentence}", "yellow", prose=True)
+    if (result := run.read_result()) is not None:
+        return result
+    # Where the result cannot be written, the finished run must not begin again either.
+    finished = status.state == State.FINISHED.value
+    return {"state": status.state, "updates": status.updates} if finished else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

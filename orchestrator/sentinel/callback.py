@@ -21,6 +21,7 @@ from orchestrator.engine.api import MicroBatch, RecomputesLeaves
 from orchestrator.errors import ConfigError, Excluded, JobError, RunFolderError, WrongResult
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.outcome import COMPUTED_WRONGLY
 from orchestrator.rundir.warnings import warn
 from orchestrator.sentinel.judgement import (
     LIMBS,
@@ -207,7 +208,7 @@ class Sentinel(Callback):
         if decided:
             nodes = ",".join(dict.fromkeys(self._nodes[rank] for rank in ranks))
             sentence = (
-                f"{who} computed wrongly in update {update}: the bits of {what} are not those that "
+                f"{who} {COMPUTED_WRONGLY} {update}: the bits of {what} are not those that "
                 "most computations give"
             )
             if self._in_queue:

@@ -22,7 +22,7 @@ from orchestrator.agent.links import Port
 from orchestrator.agent.liveness import LEAST_SILENCE_S, RankPosition
 from orchestrator.agent.node_spec import publish_agent
 from orchestrator.agent.replacements import MOST_FRUITLESS, REST_S
-from orchestrator.agent.root_cause import NO_EXIT_REPORT, NODE_WENT_AWAY, NOT_JOINED
+from orchestrator.agent.root_cause import NO_EXIT_REPORT, NOT_JOINED
 from orchestrator.agent.saver_election import GRACE_S
 from orchestrator.agent.stacks import STACK_S
 from orchestrator.engine.common.rendezvous import keep_port, listen
@@ -31,7 +31,8 @@ from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import MISSING_FOLDER_CHECKS, RunDir
 from orchestrator.rundir.generations import GenerationRecord
 from orchestrator.rundir.metrics import ProgressWriter
-from orchestrator.rundir.outcome import failure_record
+from orchestrator.rundir.outcome import NODE_WENT_AWAY, failure_record
+from tests.agent.simulation import ENDS, Simulation
 from tests.agent.specs import node_spec
 from tests.refusals import mentions
 
@@ -1100,6 +1101,32 @@ def test_a_node_that_comes_late_after_a_takeover_keeps_its_workers(tmp_path):
     later.tick(REST_S)
     [(_, start)] = later.commands_of("start")
     assert (start["rank"], start["incarnation"]) == (2, 1)
+
+
+@pytest.mark.parametrize("survive", [True, False])
+def test_ranks_that_had_finished_before_their_coordinator_was_lost_have_finished(
+    tmp_path, monkeypatch, survive
+):
+    """The others may still save or evaluate, for which the lost ones are not needed."""
+    run = tmp_path / "run"
+    sim = Simulation(run, 0, monkeypatch, nodes=2, survive=survive)
+    try:
+        while sim.newest()["generation"] < 0:
+            sim.step()
+        first, last = sorted(sim.live(), key=lambda process: process.rank)
+        sim.end(first, 0, "finished")
+        sim.enter(last, ENDS)
+        last.leave_at = sim.now + 30.0
+        until = sim.now + 5.0
+        while sim.now < until:
+            sim.step()
+        sim.end_agent(0, killed=True)
+        while sim.agents and sim.now < until + 60.0:
+            sim.step()
+        assert sim.outcome["state"] == "finished", sim.log
+        assert last.final_state == "finished"
+    finally:
+        sim.close()
 
 
 def test_a_new_coordinator_knows_from_the_record_and_the_agents(tmp_path):

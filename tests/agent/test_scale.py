@@ -12,9 +12,9 @@ from orchestrator.agent import agent_registry
 from orchestrator.agent.agent_registry import AGENT_GONE, MOST_PROBES, MOST_READ
 from orchestrator.agent.coordinator import Coordinator
 from orchestrator.agent.links import Link, Peer, Port, line_of, probe_ports
-from orchestrator.agent.root_cause import NODE_WENT_AWAY
 from orchestrator.engine.common.rendezvous import listen
 from orchestrator.rundir.generations import GenerationRecord, members_of, message_of
+from orchestrator.rundir.outcome import NODE_WENT_AWAY
 from tests.agent.test_coordinator import Attempt
 
 NODES, RANKS_PER_NODE = 300, 8

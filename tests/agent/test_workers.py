@@ -335,6 +335,19 @@ def test_a_child_that_is_stopped_hangs_its_rank_after_the_limit_at_one_position(
     assert mentions(hang["cause"], "its child process is stopped (SIGSTOP)"), hang["cause"]
 
 
+def test_a_hang_that_no_coordinator_has_heard_of_is_taken_back_when_the_rank_moves(watched):
+    """Else the next coordinator ends a rank that trains, for a report from a broken link."""
+    [worker] = watched[0].all.values()
+    for stood_s in range(25, 46):
+        look(watched, stood_s, stopped=True)
+    assert "hangs" in worker.latest_events
+    assert "hangs" not in look(watched, 46, stopped=True), "it is reported once"
+    look(watched, 0, stopped=False)
+    assert "hangs" not in worker.latest_events
+    again = [look(watched, stood_s, stopped=True) for stood_s in range(25, 46)]
+    assert "hangs" in again[-1]
+
+
 def test_an_idle_program_that_is_asked_to_stop_counts_as_moving_while_it_ends(watched, monkeypatch):
     """It may save for long, and would be ended for the time before the stop."""
     monkeypatch.setattr("orchestrator.agent.programs.CHECK_S", 0.0)

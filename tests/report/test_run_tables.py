@@ -6,10 +6,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from orchestrator.agent.agent_registry import AGENT_GONE
 from orchestrator.report.run_tables import print_closing, print_plan
 from orchestrator.report.terminal import command, harmless, say
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.metrics import History
+from orchestrator.rundir.outcome import COMPUTED_WRONGLY
 from tests.plan.stated import make_plan
 from tests.run_folders import Screen, record, result
 
@@ -266,7 +268,8 @@ def test_a_stream_of_ascii_gets_ascii_also_from_logs():
     [
         ("killed by SIGKILL", "n3", True),
         ("NCCL error: unhandled", "n3", True),
-        ("rank 2 on n3 computed wrongly in update 7: …", "n3", True),
+        (f"rank 2 on n3 {COMPUTED_WRONGLY} 7: …", "n3", True),
+        (AGENT_GONE, "n3", True),
         ("ValueError: no", "n3", False),
         ("killed by SIGKILL", "batch", False),
     ],

@@ -1,6 +1,7 @@
 """Changes that a resume accepts, and the folder that it runs in."""
 
 import contextlib
+import errno
 import functools
 import json
 import os
@@ -387,3 +388,41 @@ def test_a_queued_run_in_progress_is_refused_as_that_before_keys_and_changed_cod
         with pytest.raises(error, match=why), prepared_resume(run.path, output, keys):
             pass
         assert calls.read_text() == "asked\n"
+
+
+@pytest.mark.parametrize("full_disk", [False, True])
+@pytest.mark.parametrize("line", ["", queue_line(State="COMPLETED")], ids=["forgotten", "ended"])
+def test_finished_program_without_a_result_is_not_started_again(
+    tmp_path, monkeypatch, line, full_disk
+):
+    """The scheduler has lost the job, or has killed its script, before that wrote the result."""
+    run = RunDir(tmp_path / "run")
+    run.create()
+    run.write_config(
+        to_yaml(
+            compose(
+                ["job=program", "job.command=[train.py]", "cluster=slurm", f"run.dir={run.path}"]
+            )
+        )
+    )
+    write_json(run.submission, {"cluster": "slurm", "folder": str(tmp_path), "time": 1.0})
+    write_json(run.plan, {"program": {"argv": ["train.py"]}, "ranks": 1, "updates": None})
+    write_json(run.handle, {"kind": "slurm", "job_id": "7", "attempt": 0, "slurm_conf": None})
+    run.begin_attempt()
+    write_json(run.outcome(0), {"state": "finished", "culprit": None, "lost": None})
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+    script(tmp_path / "bin", f"#!/bin/sh\necho '{line}'\n", "squeue", run=True)
+    script(tmp_path / "bin", "#!/bin/sh\n", "sacct", run=True)
+    if full_disk:
+
+        def fail(*_, **__):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr("orchestrator.clusters.slurm.finalize.write_result", fail)
+    screen = Screen(width=200)
+    with prepared_resume(run.path, OutputOptions(console=screen)) as ready:
+        assert ready is None
+    assert "has finished already" in screen.text
+    assert full_disk or run.read_result()["state"] == "finished"

@@ -4,7 +4,7 @@
 |---|---|
 | `finalize_in_job` | the batch script on the first node, outside any container, after srun |
 | `finalize_without_script` | the coordinator, if the batch script was killed or lost |
-| `finalize_ended_job` | its owner's `status`, or a sweep's `resume`, once the job ended without |
+| `finalize_ended_job` | its owner's `status`, or a `resume`, once the job ended without |
 
 The agents' coordinator has written the outcome to `outcome.json`. The scheduler is queried first: a
 job that was already requeued or cancelled must not be touched, and a script that outlived its
@@ -22,14 +22,14 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from orchestrator.agent.links import Peer, Port, probe_ports
-from orchestrator.agent.node_spec import published_agents
+from orchestrator.agent.node_spec import published_agents, secret_of
 from orchestrator.agent.topology import node_names, own_job_id
 from orchestrator.clusters.api import Culprit
 from orchestrator.clusters.slurm.decision import AttemptEnd, Decision, decide
@@ -254,21 +254,49 @@ def _requeue(
 
 
 def _await_agents(run: RunDir, attempt: int) -> None:
-    """Wait for the end of agents that outlive a killed srun."""
+    """Wait for the end of agents that outlive a killed srun.
+
+    The kernel may give the port of one that has ended to another process: an agent has to answer.
+    """
     if run.outcome(attempt).exists():
         return
-    peers = published_agents(run, attempt)
-    reported, silent = False, 0
+    peers = {peer.node: peer for peer in published_agents(run, attempt)}
+    reported, silent, unanswered = False, 0, 0
     while not run.outcome(attempt).exists():
-        ports = set(probe_ports({peer.node: peer for peer in peers}, REACH_S).values())
-        # Closed ports are certain; an answer may be lost on its way.
-        silent = 0 if Port.OPEN in ports else silent + 1
-        if silent and (Port.SILENT not in ports or silent == SILENT_PROBES):
-            return
-        if not silent and not reported:
-            print_note("srun has ended, but agents continue; waiting for them")
-            reported = True
+        ports = probe_ports(peers, REACH_S)
+        accepting = {node: peers[node] for node, port in ports.items() if port is Port.OPEN}
+        answers = probe_ports(accepting, REACH_S, secret_of(run, attempt)) if accepting else {}
+        if Port.OPEN in answers.values():
+            silent = unanswered = 0
+            if not reported:
+                print_note("srun has ended, but agents continue; waiting for them")
+                reported = True
+        elif Port.SILENT in answers.values():
+            # An agent may be stopped, or wait for its disk, and then continue its ranks.
+            silent, unanswered = 0, unanswered + 1
+            limit_s = float(run.read_config()["cluster"]["hang_timeout_s"])
+            # Probes are counted, since this process may have been suspended together with them.
+            if unanswered * (REACH_S + POLL_S) >= limit_s:
+                why = f"accepts connections, but has not answered for {limit_s:g} s"
+                _note_ports(accepting, f"{why} (cluster.hang_timeout_s)")
+                return
+        else:
+            silent += 1
+            # Closed ports are certain; an answer may be lost on its way.
+            if silent == SILENT_PROBES or {*ports.values()} <= {Port.CLOSED}:
+                _note_ports(accepting, "is held by another process now")
+                return
         time.sleep(POLL_S)
+
+
+def _note_ports(peers: Mapping[int, Peer], why: str) -> None:
+    """Note the agents that are no longer waited for, though their ports accept connections."""
+    if peers:
+        ports = ", ".join(f"{p.port} of node {node} ({p.address})" for node, p in peers.items())
+        print_note(
+            f"the agent's port {ports} {why}; the attempt is taken to have ended there "
+            "(`ss -ltnp` on the node shows the process)"
+        )
 
 
 def _srun_restarts(run: RunDir, job_id: str) -> int:

@@ -163,12 +163,15 @@ def _end_without_job(run: RunDir, statuses: dict[Path, RunStatus], reason: str) 
     try:
         list(run.path.iterdir())  # a network file system then looks for a result once more
         if run.read_result() is None and recorded_end(run) is not None:
-            finalize_ended_job(run, ScheduledJob(id=str(status.job_id), state="GONE"))
+            try:
+                finalize_ended_job(run, ScheduledJob(id=str(status.job_id), state="GONE"))
+            except DAMAGE as error:  # a full disk, say: the recorded end holds, written or not
+                yield f"{run.path}: {error}"
         if run.read_result() is not None:
             statuses[run.path] = status_or_damage(run, partial(from_folder, run))
             return
         end = recorded_end(run)  # which only the run's owner writes down
-    except DAMAGE as error:  # the scheduler is silent again, or the folder is damaged
+    except DAMAGE as error:  # the folder is damaged
         yield f"{run.path}: {error}"
         end = None
     if end is None:

@@ -10,15 +10,14 @@ import logging
 import math
 import os
 import signal
-import socket
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.agent.links import line_of
-from orchestrator.agent.node_spec import NodeSpec, agent_file
+from orchestrator.agent.links import Port, probe_ports
+from orchestrator.agent.node_spec import NodeSpec, agent_file, secret_of
 from orchestrator.agent.processes import parent_of, state_of
 from orchestrator.agent.topology import BATCH_PID_VARIABLE, NODE_VARIABLE, attempt_of
 from orchestrator.errors import ClusterError
@@ -116,21 +115,14 @@ def is_served(spec: NodeSpec) -> bool:
     """Return whether the node has an agent that another one, which the batch script has started,
     must not replace: it was only stopped for some time.
 
-    One that lives closes a connection over which it gets nothing of ours. The kernel accepts for
-    one that is stopped, which then is replaced.
+    One that lives answers. The kernel accepts for one that is stopped, which then is replaced.
     """
-    newest = agent_file(RunDir(spec.run), spec.attempt, spec.index)
+    run = RunDir(spec.run)
+    newest = agent_file(run, spec.attempt, spec.index)
     if newest is None:
         return False
-    try:
-        to = newest.address, newest.port
-        with socket.create_connection(to, timeout=PARENT_S) as link:
-            link.sendall(line_of({}))
-            return link.recv(1) == b""
-    except ConnectionResetError:  # closed before it had read the line
-        return True
-    except OSError:  # it has ended, or is silent
-        return False
+    ports = probe_ports({spec.index: newest}, PARENT_S, secret_of(run, spec.attempt))
+    return ports[spec.index] is Port.OPEN
 
 
 class _Watch:

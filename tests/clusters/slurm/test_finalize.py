@@ -1,5 +1,6 @@
 """What follows an attempt that ended, by what it left: another start, or an end and its culprit."""
 
+import contextlib
 import errno
 import json
 import math
@@ -13,8 +14,9 @@ from dataclasses import replace
 
 import pytest
 
+from orchestrator.agent.links import ANSWER, authenticate
 from orchestrator.agent.node import node_spec as agent_spec
-from orchestrator.agent.node_spec import publish_agent
+from orchestrator.agent.node_spec import publish_agent, secret_of
 from orchestrator.clusters.api import Culprit
 from orchestrator.clusters.slurm.diagnosis import (
     AGENTS_KILLED,
@@ -76,7 +78,8 @@ def failure_of(node):
 
 @pytest.fixture
 def run(run):
-    configure(run, job={}, run={"max_restarts": 0}, cluster={"signal_ahead_s": 60})
+    cluster = {"signal_ahead_s": 60, "hang_timeout_s": 1000.0}
+    configure(run, job={}, run={"max_restarts": 0}, cluster=cluster)
     return run
 
 
@@ -864,17 +867,53 @@ def test_while_the_scheduler_does_not_answer_it_is_asked_again_ever_more_seldom(
     assert "slurm_load_jobs error: Unable to contact slurm controller" in said[1]
 
 
+def answer_as_agent(listener, run, *, index):
+    """Answer the first probe that asks whether the agent lives, as that does."""
+    listener.settimeout(20)
+    while True:
+        with listener.accept()[0] as link:
+            link.settimeout(20)
+            if line := link.recv(1000):  # the probe before only looked whether the port is open
+                secret = secret_of(run, 0)
+                assert authenticate(json.loads(line), secret=secret, me=(0, index)) == index
+                link.sendall(ANSWER)
+                return
+
+
 def test_an_agent_is_waited_for_although_that_of_an_earlier_node_published_nothing(run):
     run.begin_attempt()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         publish_agent(node_spec(run.path, index=1), listener.getsockname()[1])
         waiting = threading.Thread(target=_await_agents, args=(run, 0), daemon=True)
         waiting.start()
-        listener.settimeout(20)
-        listener.accept()[0].close()  # it checks whether the agent listens
+        answer_as_agent(listener, run, index=1)
         assert waiting.is_alive()
     waiting.join(20)
     assert not waiting.is_alive()
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_port_of_an_ended_agent_that_another_process_has_is_not_waited_for(run, capsys, answers):
+    """The nodes would be held until the time limit of the job."""
+    if not answers:
+        configure(run, cluster={"hang_timeout_s": 2 * (REACH_S + POLL_S)})
+    run.begin_attempt()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        publish_agent(node_spec(run.path, index=1), port)
+        waiting = threading.Thread(target=_await_agents, args=(run, 0), daemon=True)
+        waiting.start()
+        listener.settimeout(0.1)
+        deadline = time.monotonic() + 60
+        while answers and waiting.is_alive() and time.monotonic() < deadline:
+            with contextlib.suppress(TimeoutError):
+                listener.accept()[0].close()  # as the agent of another run does
+        waiting.join(60)
+        assert not waiting.is_alive()
+    [note] = capsys.readouterr().out.splitlines()
+    assert f"{port} of node 1 (127.0.0.1)" in note
+    assert ("another process" in note) == answers
+    assert ("cluster.hang_timeout_s" in note) != answers
 
 
 def test_an_agent_that_does_not_answer_once_is_waited_for(run, monkeypatch):
@@ -890,9 +929,9 @@ def test_an_agent_that_does_not_answer_once_is_waited_for(run, monkeypatch):
         waiting.join(REACH_S + POLL_S)  # one probe
         assert waiting.is_alive()
         listener.settimeout(20)
-        for _ in range(2):  # that one, and a later probe
-            listener.accept()[0].close()
+        listener.accept()[0].close()  # that one
         first.close()
+        answer_as_agent(listener, run, index=1)
         assert waiting.is_alive()
     waiting.join(20)
     assert not waiting.is_alive()
