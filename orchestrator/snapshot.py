@@ -232,8 +232,8 @@ def _imported(
             continue
         root = max(holders, key=lambda folder: len(folder.parts))
         name, sizes = str(path.relative_to(root)), sizes_by_root[root]
-        copied = {name, *map(str, Path(name).parents)} & sizes.keys()  # a folder only as a link
-        if copied or is_secret(name):
+        name = _behind_links(root, name, sizes)  # where git may ignore it
+        if name in sizes or is_secret(name):
             continue
         unit = _unit(root, name, sizes)
         needed_by_unit.setdefault((root, unit), {})[name] = path.stat().st_size
@@ -263,6 +263,17 @@ def _imported(
         size, count = size + sum(files.values()), count + len(files)
         imported.setdefault(root, {}).update(files)
     return imported, left_out
+
+
+def _behind_links(root: Path, name: str, sizes: Mapping[str, int]) -> str:
+    """Return the name of a file below `root` that leads through none of the links in `sizes`."""
+    while True:
+        parts = (name, *map(str, Path(name).parents))
+        link = next((part for part in parts if part in sizes and (root / part).is_symlink()), None)
+        if link is None:
+            return name
+        target = os.path.relpath(os.path.realpath(root / link), os.path.realpath(root))
+        name = str(Path(target, Path(name).relative_to(link)))
 
 
 def _unit(root: Path, name: str, sizes: Mapping[str, int]) -> str:

@@ -285,6 +285,23 @@ def test_no_file_is_copied_through_a_link_that_is_copied(imports, tmp_path, igno
     assert ("shared/x.py" in found) is not bool(ignored)
 
 
+@pytest.mark.parametrize("alias", ["part/common", "part/common/x.py"])
+def test_an_ignored_file_behind_a_link_is_copied_if_the_job_imports_it(imports, tmp_path, alias):
+    for name in ("part/__init__.py", "shared/x.py", "shared/.env"):
+        (imports / name).parent.mkdir(exist_ok=True)
+        (imports / name).write_text("code\n")
+    (imports / alias).parent.mkdir(exist_ok=True)
+    target = "shared" if alias == "part/common" else "shared/x.py"
+    (imports / alias).symlink_to(os.path.relpath(imports / target, (imports / alias).parent))
+    (imports / ".gitignore").write_text("shared/\n")
+    (imports / "mine.py").write_text("import part.common.x\nclass Mine: ...\n")
+    found, *_ = taken(tmp_path)
+    assert found[alias].is_symlink()
+    assert found[alias].exists(), "ranks could not import it"
+    assert found["shared/x.py"].read_text() == "code\n"
+    assert "shared/.env" not in found
+
+
 @pytest.mark.parametrize("with_git", [True, False])
 def test_a_folder_that_is_denied_is_left_out_and_an_outage_ends_the_start(
     imports, tmp_path, monkeypatch, with_git
