@@ -618,6 +618,8 @@ class Accumulator:
                 self._shard.gather_weights()
         if self.fully_sharded is not None:
             self.fully_sharded.reshard()
+        # A loop within one autocast context would go on with casts of the weights before.
+        torch.clear_autocast_cache()
         self._window.error_breaks = ""
         return norm
 
