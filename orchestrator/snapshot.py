@@ -124,13 +124,25 @@ def _below(
     follow_links: bool = False,
     is_left_out: Callable[[str], bool] = lambda _: False,
 ) -> Iterator[str]:
-    """Return the files below a folder of `root`, except hidden folders and compiled Python files.
+    """Return the files below a folder of `root`, except hidden folders and compiled Python files;
+    and the folders that may not be read, for the caller to leave out.
 
     Args:
         follow_links: to folders, too; or else return these links.
         is_left_out: whether to leave out a folder below `top`, by its name below `root`.
+
+    Raises:
+        OSError: the file system does not answer for a folder.
     """
-    for folder, folders, files in os.walk(root / top, followlinks=follow_links):
+    denied: list[str] = []
+
+    def refuse(error: OSError) -> None:
+        if isinstance(error, PermissionError):
+            denied.append(os.path.relpath(error.filename, root))
+        elif is_unreadable_now(error):
+            raise error
+
+    for folder, folders, files in os.walk(root / top, onerror=refuse, followlinks=follow_links):
         inside = Path(folder).relative_to(root)
         folders[:] = sorted(
             f
@@ -143,6 +155,7 @@ def _below(
         else:
             names += [f for f in folders if (Path(folder) / f).is_symlink()]
         yield from (str(inside / name) for name in names)
+    yield from denied
 
 
 def _files(
@@ -150,7 +163,7 @@ def _files(
 ) -> tuple[dict[str, int], list[str]]:
     """Return names below `root` of the files to copy, with their sizes; and of those left out.
 
-    Left out are secrets, and links that lead out of `root`.
+    Left out are secrets, links that lead out of `root`, and folders that may not be read.
 
     Args:
         ignored: take files that git may ignore, where it does not say which these are.
@@ -187,6 +200,8 @@ def _files(
             left_out.append(name)
         elif stat.S_ISREG(facts.st_mode) or stat.S_ISLNK(facts.st_mode):
             sizes[name] = facts.st_size
+        elif stat.S_ISDIR(facts.st_mode) and not os.access(f"{root}/{name}", os.R_OK | os.X_OK):
+            left_out.append(name)
         elif stat.S_ISDIR(facts.st_mode):  # git lists a submodule as one entry
             inner = listed_files(root / name) or ()
             # The loop walks these entries, too.
@@ -217,8 +232,8 @@ def _imported(
             continue
         root = max(holders, key=lambda folder: len(folder.parts))
         name, sizes = str(path.relative_to(root)), sizes_by_root[root]
-        copied = {name, *map(str, Path(name).parents)} & sizes.keys()  # a folder only as a link
-        if copied or is_secret(name):
+        name = _behind_links(root, name, sizes)  # where git may ignore it
+        if name in sizes or is_secret(name):
             continue
         unit = _unit(root, name, sizes)
         needed_by_unit.setdefault((root, unit), {})[name] = path.stat().st_size
@@ -248,6 +263,17 @@ def _imported(
         size, count = size + sum(files.values()), count + len(files)
         imported.setdefault(root, {}).update(files)
     return imported, left_out
+
+
+def _behind_links(root: Path, name: str, sizes: Mapping[str, int]) -> str:
+    """Return the name of a file below `root` that leads through none of the links in `sizes`."""
+    while True:
+        parts = (name, *map(str, Path(name).parents))
+        link = next((part for part in parts if part in sizes and (root / part).is_symlink()), None)
+        if link is None:
+            return name
+        target = os.path.relpath(os.path.realpath(root / link), os.path.realpath(root))
+        name = str(Path(target, Path(name).relative_to(link)))
 
 
 def _unit(root: Path, name: str, sizes: Mapping[str, int]) -> str:

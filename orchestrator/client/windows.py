@@ -484,6 +484,28 @@ class AccumulatorState:
                 "checkpoints: leave shard_optimizer out"
             )
         self._check_others(in_shards=in_shards)
+        self._warned_of_scheduler = False
+        self._warn_of_lost_scheduler()
+
+    def _warn_of_lost_scheduler(self) -> None:
+        """Warn once, on rank 0, of a learning-rate scheduler that no checkpoint would hold."""
+        groups = (group for own in self._all for group in own.optimizer.param_groups)
+        if self._warned_of_scheduler or not any("initial_lr" in group for group in groups):
+            return
+        # One may be a part of an object that saves several.
+        parts = [
+            part
+            for own in self._others.values()
+            for part in (own, *getattr(own, "__dict__", {}).values())
+        ]
+        if self._group.rank != 0 or any(hasattr(part, "get_last_lr") for part in parts):
+            return
+        self._warned_of_scheduler = True
+        warn(
+            "a learning-rate scheduler sets the optimizer's rates, but state= of run.windows() has "
+            "none, so after a stop its schedule would begin again: add it, as in "
+            "state={'rate': scheduler}"
+        )
 
     def _pack_others(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return the further state, packed, and its tensors by their paths. Raises `JobError`."""
@@ -536,6 +558,7 @@ class AccumulatorState:
         """Write the state that was gathered into `folder`, or this rank's part of it; see
         `rundir.checkpoints.Saves`.
         """
+        self._warn_of_lost_scheduler()  # perhaps built after run.windows() was called
         states, part = self._optimizers, self.part()
         self._optimizers = []
         if part is not None:

@@ -387,6 +387,19 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
+def _has_ended(task: PointTask) -> bool:
+    """Return whether the run of a trial needs no further start."""
+    return task.action is Action.NOTHING or task.state == "failed"
+
+
+def _statuses_of(tasks: Sequence[PointTask]) -> dict[Path, RunStatus]:
+    """Return the statuses of the tasks' runs by their folders, with one query for all."""
+    if not tasks:
+        return {}
+    run_statuses, _ = statuses([task.run for task in tasks])
+    return {task.run.path: status for task, status in zip(tasks, run_statuses, strict=True)}
+
+
 class Searcher:
     """One start of a search: draws trials, runs them and records their results in the study."""
 
@@ -399,6 +412,7 @@ class Searcher:
         self._folders: dict[int, Path] = {}
         self._newest: PointTask | None = None
         self._objective = Objective(search.objective)
+        self._gave_up_waiting = False  # the records of the last trial that ended were out of reach
         self.table: dict[str, Any] = {}
 
     def run(self, overrides: Sequence[str] = ()) -> None:
@@ -422,8 +436,11 @@ class Searcher:
                 self._draw_trials()
             if not self._runs.running:
                 break
-            for ended in self._runs.wait():
-                self._end(ended)
+            ended = self._runs.wait()
+            # Together: a scheduler that does not answer is awaited once, not for each run.
+            run_statuses = _statuses_of([result.task for result in ended if not result.refusal])
+            for result in ended:
+                self._end(result, run_statuses.get(result.task.run.path))
             for trial in list(self._running.values()):
                 if not trial.pruned:
                     self._follow(trial)
@@ -458,12 +475,19 @@ class Searcher:
                 f"compared with what would run now (changed: {next(iter(changed.values()))}); "
                 f"choose another run.dir, or begin the search anew with sweep.force=true"
             )
-        for number, task in tasks.items():
-            if self._trials()[number].state is TrialState.RUNNING:
-                self._take_up(number, task)
+        trials = self._trials()
+        unfinished = {n: t for n, t in tasks.items() if trials[n].state is TrialState.RUNNING}
+        over = [task for task in unfinished.values() if _has_ended(task)]
+        run_statuses = _statuses_of(over)
+        for number, task in unfinished.items():
+            self._take_up(number, task, run_statuses.get(task.run.path))
 
-    def _take_up(self, number: int, task: PointTask) -> None:
-        """Follow, evaluate or start a trial that has no result yet, as its folder requires."""
+    def _take_up(self, number: int, task: PointTask, status: RunStatus | None = None) -> None:
+        """Follow, evaluate or start a trial that has no result yet, as its folder requires.
+
+        Args:
+            status: of its run, where it is known.
+        """
         self._newest = task
         reported = max(self._trials()[number].intermediate_values, default=-1)
         trial = Trial(number=number, task=task, metrics=Tail(task.run.metrics), reported=reported)
@@ -477,8 +501,8 @@ class Searcher:
             self._runs.follow(task)
         elif trial.pruned and task.action is not Action.NOTHING:
             self._tell(number, TrialState.PRUNED, trial.pruned)
-        elif task.action is Action.NOTHING or task.state == "failed":
-            self._evaluate(trial)
+        elif _has_ended(task):
+            self._evaluate(trial, status)
         else:
             self._waiting.append(trial)
 
@@ -592,7 +616,8 @@ class Searcher:
 
     def _last_records(self, trial: Trial) -> list[Record]:
         """Return the rest of an ended trial's records. There is no later turn, so a file that
-        cannot be read is awaited for some time, or until an interrupt.
+        cannot be read is awaited for some time, or until an interrupt; in an outage that
+        outlasts this for one trial, not for those that end after it.
         """
         records: list[Record] = []  # of all tries: the next one reads on after them
 
@@ -604,8 +629,15 @@ class Searcher:
                     raise
 
         note = partial(self._output.note, style="yellow", prose=True)
-        with contextlib.suppress(OSError, RunFolderError):
-            await_readable(read, note)
+        try:
+            if self._gave_up_waiting:
+                read()
+            else:
+                await_readable(read, note)
+        except (OSError, RunFolderError):
+            self._gave_up_waiting = True
+        else:
+            self._gave_up_waiting = False
         return records
 
     def _check_objective(self, trial: Trial, evaluation: Mapping[str, Any]) -> None:
@@ -627,7 +659,7 @@ class Searcher:
         self._tell(trial.number, TrialState.FAIL, why)
         raise ConfigError(why)
 
-    def _end(self, ended: PointResult) -> None:
+    def _end(self, ended: PointResult, status: RunStatus | None) -> None:
         trial = self._running.pop(ended.task.run.path)
         result = None
         with contextlib.suppress(RunFolderError):  # its state says that it cannot be read
@@ -636,16 +668,19 @@ class Searcher:
         if trial.pruned and not finished:
             self._tell(trial.number, TrialState.PRUNED, trial.pruned)
         elif finished or not interrupts.count:  # else the next start resumes it
-            self._evaluate(trial, ended.refusal)
+            self._evaluate(trial, status, ended.refusal)
 
-    def _evaluate(self, trial: Trial, refusal: str | None = None) -> None:
+    def _evaluate(self, trial: Trial, status: RunStatus | None, refusal: str | None = None) -> None:
         """Record the value of a trial whose run is over, or why it has none; follow it again if it
         is in progress all the same.
+
+        Args:
+            status: of its run, where it is known.
         """
         value = None
         why = refusal
         if not why:
-            [status], _ = statuses([trial.task.run])
+            status = status or _statuses_of([trial.task])[trial.task.run.path]
             if status.state not in (*OVER, *UNREADABLE):
                 self._running[trial.task.run.path] = trial
                 self._runs.follow(trial.task)

@@ -168,9 +168,11 @@ def _answer(folder: Path, *arguments: str) -> bytes | None:
         raise GitRefusal(f"{folder} is in a git repository, but there is no git here") from error
     except subprocess.TimeoutExpired as error:
         raise GitRefusal(f"git gave no answer on {folder} within {GIT_S:.0f} s") from error
-    if done.returncode == 0:
-        return done.stdout
     stderr = done.stderr.decode("utf-8", "replace").strip()
+    if done.returncode == 0:
+        if unanswered := UNANSWERED.search(stderr):
+            raise GitRefusal(f"git does not read all of {folder}: {unanswered[0]}")
+        return done.stdout
     if any(phrase in stderr.lower() for phrase in NO_REPOSITORY):
         return None
     message = f"git does not read {folder}: {stderr.splitlines()[0] if stderr else 'no message'}"
@@ -179,6 +181,10 @@ def _answer(folder: Path, *arguments: str) -> bytes | None:
     raise GitRefusal(message)
 
 
+# A folder that git goes on without; one that is denied or gone has no files for the run.
+UNANSWERED = re.compile(
+    r"could not open directory '.*': (?!Permission denied|No such file|Not a directory).*"
+)
 SAFE_DIRECTORY = re.compile(r"git config --global --add safe\.directory \S.*")
 
 

@@ -304,6 +304,29 @@ def test_state_that_does_not_fit_or_that_no_checkpoint_can_hold_is_refused(tmp_p
         run_in_threads(2, differ)
 
 
+@pytest.mark.parametrize(
+    ("built", "saved"),
+    [("before", "no"), ("before", "itself"), ("before", "within"), ("after", "no")],
+)
+def test_a_scheduler_that_no_checkpoint_holds_is_warned_of_once(tmp_path, built, saved):
+    ours = sgd_accumulator(model := net())
+    first = torch.optim.lr_scheduler.StepLR(ours.optimizer, 2, 0.7) if built == "before" else None
+    within = SimpleNamespace(state_dict=dict, load_state_dict=print, rate=first)
+    state = {"no": {}, "itself": {"rate": first}, "within": {"all": within}}[saved]
+    how = {"global_batch": 9, "micro_batch": 9, "updates": 2, "checkpoint_every": 1}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        windows = CurrentRun({}).windows(SAMPLES, ours, state=state, checkpoints=tmp_path, **how)
+        rate = first or torch.optim.lr_scheduler.StepLR(ours.optimizer, 2, 0.7)
+        for window in windows:
+            for piece in window:
+                backward(ours, model, piece)
+            ours.boundary()
+            rate.step()
+    told = [str(w.message) for w in caught if "scheduler" in str(w.message)]
+    assert len(told) == (saved == "no")
+
+
 def test_loop_with_its_own_checkpoints_stops(tmp_path, monkeypatch):
     monkeypatch.setattr("orchestrator.rundir.warnings._destination", None)
     (tmp_path / "attempts" / "000").mkdir(parents=True)

@@ -436,6 +436,55 @@ def test_an_interrupt_ends_the_wait_for_last_records(tmp_path, monkeypatch):
     assert len(tries) == 2
 
 
+@pytest.mark.parametrize("killed", [False, True])
+def test_trials_that_end_together_are_one_query_of_the_scheduler(tmp_path, monkeypatch, killed):
+    """In its outage each query may take a minute."""
+    queries, really = [], searches.statuses
+
+    class Together(AtOnce):
+        def wait(self):
+            ended = [result for _ in range(3) for result in super(Together, self).wait()]
+            if killed:
+                raise Killed
+            return ended
+
+    def count(runs):
+        queries.append(list(runs))
+        return really(queries[-1])
+
+    line = line_of(tmp_path / "found", "sweep.trials=3")
+    monkeypatch.setattr(searches, "statuses", count)
+    if killed:
+        with pytest.raises(Killed):
+            run_to_end(search_of(*line), Together(most=3))
+        assert not queries
+    runs = AtOnce() if killed else Together(most=3)
+    trials = run_to_end(search_of(*line), runs)["trials"]
+    assert "open" not in {trial["state"] for trial in trials}
+    assert [len(query) for query in queries] == [3]
+
+
+def test_an_outage_that_lasts_is_awaited_for_one_trial(tmp_path, monkeypatch):
+    tries = {}
+
+    class Unanswered(Tail):
+        def lines(self):
+            tries[self] = tries.get(self, 0) + 1
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    line = ("job.arguments.lr=0.3,0.31,0.32", "job.arguments.k=1", "sweep.search=grid")
+    script = line_of(tmp_path / "found")[len(SPACE) :]
+    words = [word for word in script if not word.startswith("sweep.search")]
+    monkeypatch.setattr(searches, "Tail", Unanswered)
+    monkeypatch.setattr("orchestrator.rundir.files.READ_POLL_S", 0.01)
+    monkeypatch.setattr("orchestrator.rundir.files.READ_PATIENCE_S", 0.1)
+    trials = run_to_end(search_of(*line, *words), AtOnce())["trials"]
+    assert [trial["state"] for trial in trials] == ["complete"] * 3
+    first, *others = tries.values()
+    assert first > 1
+    assert others == [1, 1]
+
+
 def test_a_trial_that_is_in_progress_all_the_same_has_no_result_yet(tmp_path):
     class Held(AtOnce):
         """Runs that are said to have ended once before they do."""

@@ -285,6 +285,58 @@ def test_no_file_is_copied_through_a_link_that_is_copied(imports, tmp_path, igno
     assert ("shared/x.py" in found) is not bool(ignored)
 
 
+@pytest.mark.parametrize("alias", ["part/common", "part/common/x.py"])
+def test_an_ignored_file_behind_a_link_is_copied_if_the_job_imports_it(imports, tmp_path, alias):
+    for name in ("part/__init__.py", "shared/x.py", "shared/.env"):
+        (imports / name).parent.mkdir(exist_ok=True)
+        (imports / name).write_text("code\n")
+    (imports / alias).parent.mkdir(exist_ok=True)
+    target = "shared" if alias == "part/common" else "shared/x.py"
+    (imports / alias).symlink_to(os.path.relpath(imports / target, (imports / alias).parent))
+    (imports / ".gitignore").write_text("shared/\n")
+    (imports / "mine.py").write_text("import part.common.x\nclass Mine: ...\n")
+    found, *_ = taken(tmp_path)
+    assert found[alias].is_symlink()
+    assert found[alias].exists(), "ranks could not import it"
+    assert found["shared/x.py"].read_text() == "code\n"
+    assert "shared/.env" not in found
+
+
+@pytest.mark.parametrize("with_git", [True, False])
+def test_a_folder_that_is_denied_is_left_out_and_an_outage_ends_the_start(
+    imports, tmp_path, monkeypatch, with_git
+):
+    folder, number = imports / "generated" / "more", errno.EACCES
+    folder.mkdir()
+    (folder / "part.py").write_text("code\n")
+    if not with_git:
+        shutil.rmtree(imports / ".git")
+        monkeypatch.setattr(snapshot, "source_roots", lambda _: {imports: {"mine", "generated"}})
+    really, may, really_open = os.scandir, os.access, os.open
+
+    def fail(path):
+        if str(path) == str(folder):
+            raise OSError(number, os.strerror(number), str(path))
+        return really(path)
+
+    def deny(path, *flags, **more):
+        if str(path) == str(folder):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return really_open(path, *flags, **more)
+
+    monkeypatch.setattr(os, "scandir", fail)
+    monkeypatch.setattr(os, "open", deny)
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: str(path) != str(folder) and may(path, mode)
+    )
+    found, _, left_out, _ = taken(tmp_path)
+    assert "generated/more" in left_out
+    assert "generated/__init__.py" in found
+    for number in (errno.ESTALE, errno.EIO):
+        with pytest.raises(OSError, match=os.strerror(number)):
+            taken(tmp_path / str(number))
+
+
 def _copied(target, run):
     left_out = snapshot.copy_code(target, run, run / "code")
     files = (path for path in (run / "code").rglob("*") if path.is_file())
@@ -356,7 +408,7 @@ def test_packages_of_a_user_or_an_environment_module_are_not_copied(tmp_path, mo
     assert not list(snapshot.python_files("theirs.Mine"))
 
 
-@pytest.fixture(params=["another account's", "without git", "a worktree alone", "slow"])
+@pytest.fixture(params=["another account's", "without git", "a worktree alone", "slow", "outage"])
 def unread(request, project, tmp_path, monkeypatch):
     """A repository that git does not read; returns what the message says."""
     (project / ".gitignore").write_text("data.bin\n")
@@ -375,7 +427,12 @@ def unread(request, project, tmp_path, monkeypatch):
     git.parent.mkdir()
     git.write_text("#!/bin/sh\nexec sleep 60\n")
     git.chmod(0o755)
+    really = shutil.which("git")
     monkeypatch.setenv("PATH", f"{git.parent}:/usr/bin:/bin")
+    if request.param == "outage":  # git goes on without the folder
+        warning = "warning: could not open directory 'conf/': Stale file handle"
+        git.write_text(f'#!/bin/sh\necho "{warning}" >&2\nexec {really} "$@"\n')
+        return "could not open directory 'conf/': Stale file handle"
     monkeypatch.setattr("orchestrator.source.git.GIT_S", 0.1)
     return "gave no answer"
 

@@ -14,6 +14,7 @@ Gradients are *sums* over samples; the boundary divides by the sum of weights (s
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 import re
@@ -28,6 +29,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
+from orchestrator.data import kept_generators
 from orchestrator.engine.api import EngineSettings
 from orchestrator.engine.common.job_checks import check_loss
 from orchestrator.engine.mindspore.constants import Constants
@@ -42,6 +44,8 @@ from orchestrator.errors import JobError
 from orchestrator.job import Job, Loss
 from orchestrator.plan.wire import bucket_count
 from orchestrator.rundir.warnings import warn
+
+log = logging.getLogger(__name__)
 
 # ------------------------------------------------------------------ Compilation
 # `engine.mode`: "pynative" leaves functions as they are, "jit" compiles them, "graph" compiles
@@ -151,6 +155,33 @@ def compiled_loss(job: Job) -> Callable[[Any, Any], Sums]:
     return types.MethodType(function, job)
 
 
+def mean_refusal(whole: Sequence[float], left: Sequence[float], right: Sequence[float]) -> str:
+    """Return why the loss of a batch is the mean of those of its halves; "" if it is not.
+
+    Args:
+        whole, left, right: weight and total of the batch and of its halves.
+
+    >>> mean_refusal([3, 5.0], [1, 3.0], [2, 6.0])[:40]
+    'Loss.total is a mean, and Loss.weight is'
+    >>> mean_refusal([3, 9.0], [1, 3.0], [2, 6.0])
+    ''
+    """
+    (weight, total), (left_weight, left_total), (right_weight, right_total) = whole, left, right
+    size = abs(left_total) + abs(right_total)
+    weights = left_weight + right_weight
+    if min(left_weight, right_weight) <= 0 or not math.isclose(weight, weights, rel_tol=1e-6):
+        return ""
+    mean = (left_weight * left_total + right_weight * right_total) / weights
+    # Narrow, as a loss that couples samples otherwise is no mistake that is certain.
+    is_mean = abs(total - mean) <= 1e-3 * size
+    if not (is_mean and abs(total - left_total - right_total) > 0.1 * size):
+        return ""
+    return (
+        f"Loss.total is a mean, and Loss.weight is {weight:g}: it would be divided twice. Give the "
+        "sum, with reduction='sum' or .sum(), or multiply the mean by what it was divided by"
+    )
+
+
 # ------------------------------------------------------------------ Accumulator
 
 
@@ -170,6 +201,9 @@ class Accumulator:
         reference: the same loss for PyNative mode: the first micro-batch's gradient is compared
             with its, because a graph may cut a gradient silently. None skips that.
         trailer_numbers: how many numbers ride along.
+        refuse_means: compute the loss of the first micro-batch of several samples once more, whole
+            and in halves and without compilation, and refuse a mean. False for a loss that calls
+            collectives: ranks may have first micro-batches of different sizes.
 
     Attributes:
         clear: sets all sums to zero.
@@ -184,6 +218,7 @@ class Accumulator:
         *,
         reference: Callable[[Any, Any], Sums] | None = None,
         trailer_numbers: int = 0,
+        refuse_means: bool = True,
     ) -> None:
         self.parameters: tuple[Parameter, ...] = tuple(model.trainable_params())
         self.dtype: Any = self.parameters[0].dtype
@@ -196,6 +231,9 @@ class Accumulator:
                 )
         self._model, self._group, self._names = model, group, tuple(settings.metric_names)
         self._loss, self._reference = loss, reference
+        self._may_be_mean: Callable[[Any, Any], Sums] | None = None
+        if refuse_means:
+            self._may_be_mean = reference or loss
         self._constants: Constants | None = None
         self._mode, self._jit_level = settings.mode, settings.jit_level
         self.precision = Precision(settings.precision)  # sums are those of the scaled losses
@@ -271,9 +309,18 @@ class Accumulator:
 
         Returns:
             A tensor [weight, total, *metrics], not waited for.
+
+        Raises:
+            JobError: the loss cannot be compiled, or is a mean.
         """
         form, leaves = flatten(batch)
         self.check_constants()
+        result = self._add(form, leaves)
+        if self._may_be_mean is not None:
+            self._check_mean(self._may_be_mean, form, leaves)
+        return result
+
+    def _add(self, form: Any, leaves: Sequence[Tensor]) -> Tensor:
         if form in self._steps:
             return self._steps[form](*leaves)
         code = getattr(getattr(self._loss, "__func__", self._loss), "__code__", None)
@@ -309,6 +356,34 @@ class Accumulator:
             self._reference = self._sample = None  # random numbers, which cannot be compared
             warn(draws_advice("loss() or the model"))
         return result
+
+    def _check_mean(
+        self, loss: Callable[[Any, Any], Sums], form: Any, leaves: Sequence[Tensor]
+    ) -> None:
+        """Refuse a loss that is the mean of those of its samples by their weights, at the first
+        micro-batch that has several. Without a graph to read, as torch has, its figures tell.
+        """
+        sizes = {leaf.shape[0] if leaf.ndim else 0 for leaf in leaves}
+        if len(sizes) != 1 or min(sizes) < 2:
+            return
+        self._may_be_mean = None
+        half = min(sizes) // 2
+        parts = leaves, [leaf[:half] for leaf in leaves], [leaf[half:] for leaf in leaves]
+        try:
+            # Statistics and NumPy's numbers go on as if this had not been.
+            with kept_generators(), kept_statistics(self._model):
+                rows = [self.losses(loss, batch_maker(form)(tuple(part)))[:2] for part in parts]
+            whole, left, right = (
+                [float(x.asnumpy().item() if isinstance(x, Tensor) else x) for x in row]
+                for row in rows
+            )
+        except JobError:
+            raise
+        except Exception as error:  # noqa: BLE001  # of code that takes no half of a batch
+            log.info("no loss of half a batch (%s: %s)", type(error).__name__, error)
+            return
+        if refusal := mean_refusal(whole, left, right):
+            raise JobError(refusal)
 
     def losses(self, loss: Callable[[Any, Any], Sums], batch: Any) -> list[Any]:
         """Return weight, total and metrics of a batch by `loss`, without a gradient and without

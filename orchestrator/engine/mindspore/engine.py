@@ -254,6 +254,7 @@ class MindSporeEngine(Engine):
         self._rate = learning_rate_of(self._optimizer)
         self._names = tuple(settings.metric_names)
         compiled = settings.mode != "pynative"
+        self._talks = bool(getattr(job, "talks_in_window", False))
         self._accumulator = Accumulator(
             self._model,
             compiled_loss(job) if compiled else python_loss(job),
@@ -261,10 +262,10 @@ class MindSporeEngine(Engine):
             settings,
             reference=python_loss(job),
             trailer_numbers=trailer_numbers(len(self._names)),
+            refuse_means=not self._talks,
         )
         mantissa_bits = 53 if self._accumulator.dtype == ms.float64 else 24
         self._limb_bits = limb_bits(mantissa_bits, group.size)
-        self._talks = bool(getattr(job, "talks_in_window", False))
         self._replica_checker = replica_checker(self._model, self.gather, group.size)
         self._policy = UpdatePolicy(settings, self._accumulator.precision, self.gather)
         self._step = self._accumulator.step_with(self._optimizer)

@@ -35,7 +35,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -56,6 +56,7 @@ from orchestrator.engine.torch.buffers import (
     Named,
     UsedParameters,
     bucket_slices,
+    local_part,
     real_numbers,
 )
 from orchestrator.engine.torch.checks import (
@@ -272,6 +273,7 @@ class Accumulator:
         # They would refuse the backwards of the next one, if this one is dropped in mid-window.
         weakref.finalize(self, self._hooks.remove).atexit = False
         self._may_step = False  # the optimizer may step now
+        self._has_stepped = False
         itself = weakref.ref(self)  # the hook would keep this alive as long as the optimizer
 
         def refuse_other_steps(*_: Any) -> None:
@@ -612,12 +614,17 @@ class Accumulator:
                 self.optimizer.step()
             finally:
                 self._may_step = False
+        if not self._has_stepped:
+            _refuse_kept_gradients(self.optimizer, local.flat_grads)
+            self._has_stepped = True
         self.precision.succeeded()
         if self._shard is not None:
             with self.clock.wait:  # for the slowest rank's step
                 self._shard.gather_weights()
         if self.fully_sharded is not None:
             self.fully_sharded.reshard()
+        # A loop within one autocast context would go on with casts of the weights before.
+        torch.clear_autocast_cache()
         self._window.error_breaks = ""
         return norm
 
@@ -779,6 +786,23 @@ def _back_propagate(total: Tensor, factor: float) -> None:
 
 def _is_exact(factor: float, dtype: torch.dtype) -> bool:
     return torch.tensor(factor, dtype=dtype, device="cpu").item() == factor
+
+
+def _refuse_kept_gradients(optimizer: Optimizer, flat_grads: Sequence[Tensor]) -> None:
+    """Raise `ConfigError` for an optimizer whose state has gradients themselves, not copies."""
+    buffers = {flat.untyped_storage().data_ptr() for flat in flat_grads}
+    for state in optimizer.state.values():
+        entries: Mapping[Any, Any] = state if isinstance(state, Mapping) else {}
+        for key, value in entries.items():
+            kept = local_part(value) if isinstance(value, Tensor) else None
+            if kept is None or kept.layout is not torch.strided:
+                continue
+            if kept.numel() and kept.untyped_storage().data_ptr() in buffers:
+                raise ConfigError(
+                    f"the {type(optimizer).__name__} keeps .grad itself as {key!r} of its state, "
+                    "and the next window writes its gradient to the same memory: let it keep a "
+                    "copy, as in state[...] = p.grad.clone()"
+                )
 
 
 def _refuse_shared(trained: Named) -> None:

@@ -537,6 +537,35 @@ def test_the_loss_of_a_loop_of_ones_own_may_be_a_method():
         accumulator.add(ops.ones((3, 5)))
 
 
+def averaged(model, batch):
+    x, y = batch
+    return ops.square(model(x) - y).mean(), len(x), {}
+
+
+@pytest.mark.parametrize("mode", ["pynative", "jit"])
+def test_a_mean_is_refused_at_the_first_batch_of_several_samples(mode):
+    def batch(samples):
+        drawn = np.random.default_rng(samples)
+        return tuple(ms.Tensor(drawn.random((samples, n)), ms.float32) for n in (5, 2))
+
+    def accumulator(loss, **more):
+        return Accumulator(nn.Dense(5, 2), loss, alone(), EngineSettings(mode=mode), **more)
+
+    own = accumulator(averaged)
+    own.add(batch(1))
+    with refused(JobError, "Loss.total mean Loss.weight 5 sum"):
+        own.add(batch(5))
+    accumulator(averaged, refuse_means=False).add(batch(5))
+
+    class Averaged(jobs.Counted):
+        def loss(self, model, batch):
+            x, y, _ = batch
+            return Loss(ops.square(model(x) - y).mean(), weight=len(y))
+
+    with refused(JobError, "Loss.total mean Loss.weight 30 sum"):
+        update(built(Averaged(), mode=mode), [30, 31])
+
+
 class Evaluating(jobs.Weighted):
     def after_update(self, model, update):
         model.set_train(False)

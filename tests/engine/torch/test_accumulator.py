@@ -487,6 +487,25 @@ def test_one_that_could_not_be_built_guards_nothing():
     assert ours.boundary().applied, kept
 
 
+class Remembering(torch.optim.SGD):
+    """Extrapolates from the last gradient, of which it keeps no copy."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            last = self.state[parameter].get("last", parameter.grad)
+            parameter.sub_(2 * parameter.grad - last)
+            self.state[parameter]["last"] = parameter.grad
+
+
+def test_an_optimizer_that_keeps_the_gradient_itself_is_refused():
+    model = _model()
+    ours = Accumulator(model, Remembering(model.parameters(), 0.1), TorchGroup.alone())
+    ours.backward(_loss(model), last=True)
+    with refused(ConfigError, "Remembering .grad 'last' p.grad.clone()"):
+        ours.boundary()
+
+
 def test_an_optimizer_may_have_no_learning_rate():
     class Own(torch.optim.SGD):
         def step(self, closure=None):

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -159,6 +160,27 @@ def test_autocast_trains_nearly_as_float32_does(precision, tolerance):
         assert {r.loss_scale for r in reports} == {FIRST_SCALE if precision == "float16" else 1.0}
         difference = float((found - wanted).abs().max() / wanted.abs().max())
         assert 0 < difference < tolerance
+
+
+def test_one_autocast_context_around_all_updates_computes_with_new_weights():
+    """torch keeps casts of the weights until the context ends."""
+
+    def train(*, around):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        ours = sgd_accumulator(model, precision="bfloat16")
+        of_all = ours.precision.forward() if around else nullcontext()
+        losses = []
+        with of_all:
+            for _ in range(3):
+                for _ in range(2):
+                    with nullcontext() if around else ours.precision.forward():
+                        total = model(torch.ones(3, 4)).float().square().sum()
+                    ours.backward(Loss(total, 3))
+                losses.append(ours.boundary().loss)
+        return losses
+
+    assert train(around=True) == train(around=False)
 
 
 def test_the_scale_changes_no_bit_of_a_float32_forward():
