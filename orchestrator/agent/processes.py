@@ -130,18 +130,13 @@ def adopt_orphans() -> None:
 # What the kernel knows of a process: whether it works, is stopped, or sleeps for good.
 
 
-def processor_s(pid: int) -> float:
-    """Return the processor time of a process so far, in seconds; 0.0 if it has ended."""
-    return stat_of(pid)[1]
-
-
 def state_of(pid: int) -> str:
     """Return the kernel's state letter of a process: T stopped, t traced; X if it has ended."""
     return stat_of(pid)[0]
 
 
 def stat_of(pid: int) -> tuple[str, float]:
-    """Return `state_of` and `processor_s`, read together."""
+    """Return `state_of` and the processor time so far, in seconds; 0.0 if the process has ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
