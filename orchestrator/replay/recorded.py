@@ -156,8 +156,7 @@ class RecordedRun:
             if loss is None or not math.isfinite(loss):
                 return update
         failures = self.run.failures(self.run.latest_attempt)
-        # Earlier versions wrote no `non_finite`.
-        if any(f.get("non_finite", "infinite" in str(f.get("cause"))) for f in failures):
+        if any(failure.get("non_finite") for failure in failures):
             return self.last + 1
         largest, spike = 0.0, None
         for place, (update, loss) in enumerate(losses):

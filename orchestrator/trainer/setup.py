@@ -277,9 +277,7 @@ def _begin_record(training: Training, framework: Framework) -> None:
 def _refuse_other_data(run: RunDir, before: Mapping[str, Any], planned: Plan) -> None:
     """Raise `JobError` if a run continues with data that the plan `before` was not made for."""
     resumes = run.read_resumes()
-    last = resumes[-1] if resumes else {}
-    # `resume --changed`; one of an earlier version recorded only what had changed.
-    if last.get("accepts_changes", bool(last.get("changed_inputs"))):
+    if resumes and resumes[-1].get("accepts_changes"):  # `resume --changed`
         return
     setting = shlex.quote(f"train.initial_weights={run.path}")
     instead = (
