@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator.agent.judge import Limits, ProgramJudge, Standing, Work, WorkerJudge
 from orchestrator.agent.liveness import RankPosition
-from orchestrator.agent.processes import stat_of
+from orchestrator.agent.processes import processor_s
 from orchestrator.engine.common import waiting
 from tests.helpers import until
 
@@ -194,7 +194,7 @@ def test_work_is_read_from_the_kernel():
     source = "import time; sum(range(10**7)); open('/proc/self/stat').read(); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", source]) as child:
         try:
-            until(lambda: stat_of(child.pid)[1] > 0, 30, "work")
+            until(lambda: processor_s(child.pid) > 0, 30, "work")
             work = Work.of([child.pid])
             assert work.processor_s > 0
             assert work.io_bytes > 100
