@@ -256,13 +256,8 @@ def _begin_record(training: Training, framework: Framework) -> None:
     code = copied["git"] if copied else code_state(folder_of(type(training.job)))
     environment = describe_environment(framework.versions(), training.group.transport, code)
     environment["optimizer"] = engine.optimizer_used()
-    before: dict[str, Any] | None = None
-    try:
-        before = run.read_environment()
-    except RunFolderError as error:
-        warn(f"{error}; so whether this start computes with the same is unknown")
     micro_batches = sum(map(len, planned.split.micro_batches))
-    changed = warnings_of(environment, before)
+    changed = warnings_of(environment, run)
     unread = [f"{code['error']}; so the code's commit is unknown"] if code["error"] else []
     for sentence in (*engine.warnings(micro_batches), *changed, *planned.warnings, *unread):
         warn(sentence)
