@@ -47,7 +47,7 @@ OF_RUNS = (".lock", "attempts", "arrays", "search.journal")  # in a run's folder
 CODE_VARIABLE = "ORCHESTRATOR_CODE"
 """The copy that a process runs from."""
 RECORD = "copy.json"
-OUR_FOLDERS = {PACKAGE.name, "jobs", "conf", "hydra_plugins"}
+OUR_FOLDERS = {PACKAGE.name, "jobs", "conf"}
 """All that a run needs of a checkout of this project, unless its job lies elsewhere in it."""
 
 

@@ -33,7 +33,7 @@ def base_name(name):
 def copy_without(names, folder):
     """Copy the source without these add-ons; return where and how commands of the copy run."""
     listed = subprocess.run(
-        ["git", "ls-files", "-z", "orchestrator", "conf", "jobs", "hydra_plugins"],
+        ["git", "ls-files", "-z", "orchestrator", "conf", "jobs"],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from orchestrator.agent.liveness import BEAT_S, RankPosition
-from orchestrator.agent.processes import stat_of
+from orchestrator.agent.processes import processor_s
 
 WORKING_SHARE = 0.01
 """From this share of one processor on, a process is at work."""
@@ -61,11 +61,11 @@ class Work(NamedTuple):
     @classmethod
     def of(cls, pids: Iterable[int]) -> Work:
         """Return the work of processes; one that has ended counts nothing."""
-        processor_s, io_bytes = 0.0, 0
+        work_s, io_bytes = 0.0, 0
         for pid in pids:
-            processor_s += stat_of(pid)[1]
+            work_s += processor_s(pid)
             io_bytes += _io_bytes(Path(f"/proc/{pid}/io"))
-        return cls(processor_s, io_bytes)
+        return cls(work_s, io_bytes)
 
     @classmethod
     def of_main_thread(cls) -> Work:
@@ -73,7 +73,7 @@ class Work(NamedTuple):
         thread that observes reads files itself.
         """
         pid = os.getpid()
-        return cls(stat_of(pid)[1], _io_bytes(Path(f"/proc/{pid}/task/{pid}/io")))
+        return cls(processor_s(pid), _io_bytes(Path(f"/proc/{pid}/task/{pid}/io")))
 
 
 def _io_bytes(path: Path) -> int:

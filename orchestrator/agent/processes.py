@@ -14,6 +14,8 @@ from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import NoReturn
 
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
 
 def exit_with(main: Callable[[], int]) -> NoReturn:
     """End this process, and every fork that escapes `main`, with the status that it returns.
@@ -130,44 +132,39 @@ def adopt_orphans() -> None:
 # What the kernel knows of a process: whether it works, is stopped, or sleeps for good.
 
 
-def processor_s(pid: int) -> float:
-    """Return the processor time of a process so far, in seconds; 0.0 if it has ended."""
-    return stat_of(pid)[1]
-
-
-def state_of(pid: int) -> str:
-    """Return the kernel's state letter of a process: T stopped, t traced; X if it has ended."""
-    return stat_of(pid)[0]
-
-
-def stat_of(pid: int) -> tuple[str, float]:
-    """Return `state_of` and `processor_s`, read together."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return "X", 0.0
-    values = text.rpartition(")")[2].split()  # the process name may hold anything
-    ticks = int(values[11]) + int(values[12])
-    return values[0], ticks / 100.0
-
-
-def parent_of(pid: int) -> int:
-    """Return the pid of a process's parent; 0 if the process has ended, or none is known."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return int(text.rpartition(")")[2].split()[1])
-
-
-def began_at(pid: int) -> float | None:
-    """Return when a process began, by `time.monotonic`; None if it has ended."""
+def _fields_of(pid: int) -> list[str] | None:
+    """Return a process's fields of /proc/PID/stat from its state on; None if it has ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
-    ticks = int(text.rpartition(")")[2].split()[19])
-    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return text.rpartition(")")[2].split()  # the process name may hold anything
+
+
+def state_of(pid: int) -> str:
+    """Return the kernel's state letter of a process: T stopped, t traced; X if it has ended."""
+    fields = _fields_of(pid)
+    return fields[0] if fields else "X"
+
+
+def processor_s(pid: int) -> float:
+    """Return the processor time of a process so far, in seconds; 0.0 if it has ended."""
+    fields = _fields_of(pid)
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S if fields else 0.0
+
+
+def parent_of(pid: int) -> int:
+    """Return the pid of a process's parent; 0 if the process has ended, or none is known."""
+    fields = _fields_of(pid)
+    return int(fields[1]) if fields else 0
+
+
+def began_at(pid: int) -> float | None:
+    """Return when a process began, by `time.monotonic`; None if it has ended."""
+    fields = _fields_of(pid)
+    if not fields:
+        return None
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / TICKS_PER_S
     return time.monotonic() - age_s
 
 

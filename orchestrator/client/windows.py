@@ -687,11 +687,7 @@ def windows_of(
 def _record_environment(run: RunDir, transport: str) -> None:
     """Write environment.json, but for the code's commit, and warn of what differs from before."""
     environment = describe_environment(versions(), transport, {})
-    try:
-        changed = warnings_of(environment, run.read_environment())
-    except RunFolderError as error:
-        changed = [f"{error}; so whether this start computes with the same is unknown"]
-    for sentence in changed:
+    for sentence in warnings_of(environment, run):
         warn(sentence)
     try:
         write_json(run.environment, environment)

@@ -20,7 +20,7 @@ from orchestrator.plan.parts import JobFacts, branch_in
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.window import planner_of
 from orchestrator.plugins import FRAMEWORKS
-from orchestrator.rundir.checkpoints import Checkpoint, list_checkpoints, load, updates_after
+from orchestrator.rundir.checkpoints import list_checkpoints, load, updates_after
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import History, Record, read_metrics
 from orchestrator.runs.inputs import INPUTS, differences, other_versions, rewritten_data
@@ -156,8 +156,7 @@ class RecordedRun:
             if loss is None or not math.isfinite(loss):
                 return update
         failures = self.run.failures(self.run.latest_attempt)
-        # Earlier versions wrote no `non_finite`.
-        if any(f.get("non_finite", "infinite" in str(f.get("cause"))) for f in failures):
+        if any(failure.get("non_finite") for failure in failures):
             return self.last + 1
         largest, spike = 0.0, None
         for place, (update, loss) in enumerate(losses):
@@ -305,11 +304,3 @@ class RecordedRun:
         for update in range(self.last + 1):
             for position in (self.order.indices(update) == sample).nonzero()[0].tolist():
                 yield update, self.order.epoch_of(update), position
-
-
-def checkpoint_in(run: RunDir, updates: int) -> Checkpoint:
-    """Return a run's checkpoint after so many updates. Raises `RunFolderError`."""
-    for folder in list_checkpoints(run.checkpoints):
-        if updates_after(folder) == updates:
-            return load(folder, run.identity)
-    raise RunFolderError(f"{run.path} has no checkpoint after {updates} updates")

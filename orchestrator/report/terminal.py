@@ -214,22 +214,13 @@ def print_facts(rows: Iterable[tuple[str, str, str]], console: Console) -> None:
     console.print(table)
 
 
-def new_table(
-    headings: Iterable[str | Text], right: Collection[int], title: Text | str = ""
-) -> Table:
+def new_table(headings: Iterable[str | Text], right: Collection[int]) -> Table:
     """Return an empty table with a line below its headings.
 
     Args:
         right: columns of numbers, by index; the others begin at the left.
     """
-    table = Table(
-        title=title or None,
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        show_edge=False,
-    )
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for column, heading in enumerate(headings):
         justify = "right" if column in right else "left"
         table.add_column(heading, justify=justify, overflow="fold")

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from orchestrator.errors import RunFolderError
 from orchestrator.rundir.folder import RunDir
 
 PACKAGES = ("hydra-core", "omegaconf", "submitit", "numpy", "safetensors", "torch", "mindspore")
@@ -43,9 +44,12 @@ def environment_notes(a: RunDir, b: RunDir) -> list[str]:
     return [f"computed with another {name}: {values}" for name, values in unlike.items()]
 
 
-def warnings_of(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> list[str]:
-    """Return a sentence if a run continues in another environment than before."""
-    changes = differing(now, before)
+def warnings_of(now: Mapping[str, Any], run: RunDir) -> list[str]:
+    """Return a sentence if a run continues in another environment than it recorded before."""
+    try:
+        changes = differing(now, run.read_environment())
+    except RunFolderError as error:
+        return [f"{error}; so whether this start computes with the same is unknown"]
     if not changes:
         return []
     what = ", ".join(f"{name} {values}" for name, values in changes.items())

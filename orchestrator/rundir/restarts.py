@@ -61,7 +61,7 @@ class RestartDecision:
 
 def read_departure(run: RunDir, attempt: int) -> dict[str, Any] | None:
     """Return why another attempt follows this one: the decision, else the note that its ranks left;
-    None if neither exists. Earlier versions wrote both into departure.json.
+    None if neither exists.
     """
     return read_json(run.decision(attempt)) or read_json(run.departure(attempt))
 
@@ -244,11 +244,9 @@ def _lives_of_quick_failures(run: RunDir, attempt: int) -> list[float]:
 
 def _ran_s(run: RunDir, attempt: int) -> float:
     """Return for how long an attempt's first node ran; 0 if it did not begin."""
-    path = run.node_ranks(attempt, 0)
-    began = read_json(path)
+    began = read_json(run.node_ranks(attempt, 0))
     if began is None:
         return 0.0
     # Both times are of the first node's clock, not of the file server's.
-    began_at = began["time"] if "time" in began else path.stat().st_mtime  # of an earlier version
     ended_at = (read_departure(run, attempt) or {}).get("time", time.time())
-    return float(ended_at) - float(began_at)
+    return float(ended_at) - float(began["time"])

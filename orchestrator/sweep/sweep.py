@@ -45,12 +45,12 @@ from orchestrator.source.modules import read_once
 from orchestrator.sweep.api import SearchMethod
 from orchestrator.sweep.points import Point, check_points
 from orchestrator.sweep.tasks import (
+    POINT_RECORD,
     POINTS,
     Action,
     PointTask,
     locked_sweep,
     note_count,
-    point_record,
     refuse_replacing,
     submit,
     tasks_of,
@@ -173,7 +173,7 @@ def is_sweep(folder: RunDir) -> bool:
         return is_locked(folder)
     for path in paths:
         with contextlib.suppress(RunFolderError):
-            if path.parent == folder.path and point_record(RunDir(path).read_submission()):
+            if path.parent == folder.path and POINT_RECORD in RunDir(path).read_submission():
                 return True
     return False
 

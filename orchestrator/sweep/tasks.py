@@ -49,12 +49,6 @@ def notes_of(config: Config, overrides: tuple[str, ...]) -> dict[str, Any]:
     return {POINT_RECORD: {"of": sorted(overrides), "config": digest}, INPUTS: inputs_of(config)}
 
 
-def point_record(submission: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what submission.json records of a point, as `notes_of` returns it; None if nothing."""
-    record = submission.get(POINT_RECORD, submission.get("cell"))  # "cell": earlier versions
-    return record if isinstance(record, dict) else None
-
-
 def why_changed(
     run: RunDir, before: Mapping[str, Any], now: Mapping[str, Any], config: Config
 ) -> str | None:
@@ -64,7 +58,7 @@ def why_changed(
         before, now: as `notes_of` returns them.
     """
     causes: list[str] = []
-    if (point_record(before) or {}).get("config") != now[POINT_RECORD]["config"]:
+    if (before.get(POINT_RECORD) or {}).get("config") != now[POINT_RECORD]["config"]:
         old, new = values_of_result(run.read_config()), values_of_result(plain(config))
         causes += [change.text for change in changes(old, new)] or ["the configuration"]
     inputs = before.get(INPUTS) or {}
@@ -174,7 +168,7 @@ def _recorded_tasks(sweeps: set[Path]) -> dict[tuple[str, ...], tuple[RunDir, di
             except RunFolderError:  # damaged: it is looked at when a point needs its folder
                 continue
             # Of copies, such as 3 and 3.bak, the first by name counts.
-            if (recorded := point_record(notes)) is not None:
+            if (recorded := notes.get(POINT_RECORD)) is not None:
                 tasks.setdefault(tuple(recorded.get("of") or ()), (run, notes))
     return tasks
 

@@ -256,13 +256,8 @@ def _begin_record(training: Training, framework: Framework) -> None:
     code = copied["git"] if copied else code_state(folder_of(type(training.job)))
     environment = describe_environment(framework.versions(), training.group.transport, code)
     environment["optimizer"] = engine.optimizer_used()
-    before: dict[str, Any] | None = None
-    try:
-        before = run.read_environment()
-    except RunFolderError as error:
-        warn(f"{error}; so whether this start computes with the same is unknown")
     micro_batches = sum(map(len, planned.split.micro_batches))
-    changed = warnings_of(environment, before)
+    changed = warnings_of(environment, run)
     unread = [f"{code['error']}; so the code's commit is unknown"] if code["error"] else []
     for sentence in (*engine.warnings(micro_batches), *changed, *planned.warnings, *unread):
         warn(sentence)
@@ -277,9 +272,7 @@ def _begin_record(training: Training, framework: Framework) -> None:
 def _refuse_other_data(run: RunDir, before: Mapping[str, Any], planned: Plan) -> None:
     """Raise `JobError` if a run continues with data that the plan `before` was not made for."""
     resumes = run.read_resumes()
-    last = resumes[-1] if resumes else {}
-    # `resume --changed`; one of an earlier version recorded only what had changed.
-    if last.get("accepts_changes", bool(last.get("changed_inputs"))):
+    if resumes and resumes[-1].get("accepts_changes"):  # `resume --changed`
         return
     setting = shlex.quote(f"train.initial_weights={run.path}")
     instead = (

@@ -133,14 +133,6 @@ class Keeping(Tiny):
         return super().loss(model, batch)
 
 
-class ByRank(Tiny):
-    """Its loss depends on the rank."""
-
-    def loss(self, model, batch):
-        loss = super().loss(model, batch)
-        return Loss(loss.total * (1 + current_run.rank), weight=loss.weight, metrics=loss.metrics)
-
-
 class Drawing(Tiny):
     """Draws random numbers that the engine does not seed."""
 

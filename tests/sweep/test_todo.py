@@ -20,7 +20,7 @@ from orchestrator.rundir.lock import locked
 from orchestrator.rundir.outcome import State, write_result
 from orchestrator.runs.follow import OutputOptions
 from orchestrator.sweep.points import check_points
-from orchestrator.sweep.sweep import _count_not_begun, _run_tasks, is_sweep
+from orchestrator.sweep.sweep import _count_not_begun, _run_tasks
 from orchestrator.sweep.tasks import (
     REPLACED,
     Action,
@@ -90,17 +90,6 @@ def test_what_is_replaced_never_moves_to_a_folder_that_is_there(tmp_path):
         (tmp_path / REPLACED / name).mkdir(parents=True)
     assert replaced_folder(tmp_path, "3").name == "3-3"
     assert replaced_folder(tmp_path, "4").name == "4-0"
-
-
-def test_a_record_under_the_key_of_an_earlier_version_is_of_the_same_point(sweep):
-    for number in (0, 1):
-        submission = sweep.run_of(number).submission
-        noted = sweep.run_of(number).read_submission()
-        submission.unlink()
-        noted["cell"] = noted.pop("point")
-        write_json(submission, noted)
-    assert is_sweep(RunDir(sweep.folder))
-    assert [task.action for task in sweep.tasks()] == [Action.NOTHING, Action.NOTHING]
 
 
 def of_another_version(run):

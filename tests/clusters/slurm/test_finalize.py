@@ -358,9 +358,8 @@ def test_a_start_that_made_progress_or_was_stopped_renews_restarts_at_once(
                 write_json(crashing.departure(3), LEFT)
                 continue
             else:
-                began = crashing.node_ranks(3, 0)
-                write_json(began, {"node": "n0", "ranks": [0]})
-                os.utime(began, (time.time() - 61,) * 2)
+                began = {"node": "n0", "ranks": [0], "time": time.time() - 61}
+                write_json(crashing.node_ranks(3, 0), began)
         pause_s, _ = pauses_of(crashing, attempt, capsys)
         assert pause_s == (30 if attempt == 2 else 0)
 
