@@ -58,7 +58,7 @@ def test_slow_rank_computes_fewer_samples(tmp_path):
     done = call(*words, "job.slow_rank=1", code=0)
     speeds = [record["speeds"] for record in records(run) if "speeds" in record]
     assert speeds
-    assert speeds[-1][1] < 0.8 < speeds[-1][0]
+    assert speeds[-1][1] < speeds[-1][0]
     assert "rank 1: it works at 0." in done.stdout
     assert [len(column) for column in result(run)["seconds_of_ranks"].values()] == [2, 2]
 
@@ -163,7 +163,7 @@ def test_a_restart_begins_with_the_speeds_that_were_measured_before(tmp_path):
     assert result(run)["restarts"]
     first = next(line for line in records(run) if line["attempt"] == 1)
     assert first["update"] > 8
-    assert first["speeds"][1] < 0.8 < first["speeds"][0]
+    assert first["speeds"][1] < first["speeds"][0], "without them it begins with equal ones"
 
 
 def test_survivors_keep_their_speeds(tmp_path):
@@ -185,7 +185,7 @@ def test_survivors_keep_their_speeds(tmp_path):
         if after is None and len(line.get("speeds", before)) == 2:
             after = line["speeds"]
         before = line.get("speeds", before)
-    assert after[1] < 0.8 < after[0]
+    assert after[1] < after[0], "without them they begin with equal ones"
 
 
 def test_ranks_of_a_model_in_shards_have_as_many_micro_steps_and_the_same_update(tmp_path):
