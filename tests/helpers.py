@@ -101,20 +101,39 @@ def end_started(first=0):
     del STARTED[first:]
 
 
+def run_python(source, *arguments, cwd=None, **env):
+    """Run Python source in a new interpreter, without a module of the tests around it.
+
+    Returns the completed process with text output. The test fails unless it exits with 0.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", source, *map(str, arguments)],
+        cwd=cwd,
+        env=environment(**env),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, f"{done.returncode}: {done.stdout}{done.stderr}"
+    return done
+
+
+def git(folder, *arguments):
+    """Run git in a folder and return its output without white space at the ends."""
+    own = ("-c", "user.name=A Tester", "-c", "user.email=tester@localhost")
+    done = subprocess.run(
+        ["git", *own, *arguments], cwd=folder, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
 def commit(folder):
     """Commit everything in a folder, which becomes a repository; return the commit's name."""
-
-    def git(*arguments):
-        own = ("-c", "user.name=A Tester", "-c", "user.email=tester@localhost")
-        done = subprocess.run(
-            ["git", *own, *arguments], cwd=folder, capture_output=True, text=True, check=True
-        )
-        return done.stdout.strip()
-
-    git("init", "--quiet")
-    git("add", "--all")
-    git("commit", "--quiet", "--message", "as it is")
-    return git("rev-parse", "HEAD")
+    git(folder, "init", "--quiet")
+    git(folder, "add", "--all")
+    git(folder, "commit", "--quiet", "--message", "as it is")
+    return git(folder, "rev-parse", "HEAD")
 
 
 def until(condition, timeout_s=LIMIT_S, what="the condition"):

@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.plugins import PluginKind
 from tests.add_ons import ADD_ONS, PRESENT
-from tests.helpers import LIGHT, ROOT, TINY, call, verb
+from tests.helpers import LIGHT, ROOT, TINY, call, git, verb
 
 pytestmark = pytest.mark.whole_runs
 
@@ -32,13 +32,7 @@ def base_name(name):
 
 def copy_without(names, folder):
     """Copy the source without these add-ons; return where and how commands of the copy run."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "orchestrator", "conf", "jobs"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    listed = git(ROOT, "ls-files", "-z", "orchestrator", "conf", "jobs")
     for path in filter(None, listed.split("\0")):
         of_add_on = any(
             path.startswith(f"orchestrator/{name}/") or path == f"orchestrator/{name}.py"

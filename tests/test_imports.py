@@ -4,13 +4,12 @@ import re
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.whole_runs
+from tests.helpers import ROOT, run_python
 
-ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.whole_runs
 
 
 def test_each_folder_has_its_layer():
@@ -40,10 +39,7 @@ def test_ranks_need_neither_hydra_nor_the_tables_of_the_terminal():
     """Each node would import them before its ranks begin."""
     modules = "orchestrator.agent.local_nodes, orchestrator.trainer.main"
     code = f"import sys, {modules}, orchestrator.engine.torch.framework; print(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    imported = {*done.stdout.split()}
+    imported = {*run_python(code).stdout.split()}
     assert "orchestrator.trainer.setup" in imported
     unwanted = ("hydra", "rich", "orchestrator.report.terminal", "orchestrator.config.composer")
     assert imported.isdisjoint(unwanted)

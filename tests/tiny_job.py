@@ -1,6 +1,7 @@
 """A small job for tests: quick, exact, and able to fail in many ways at a chosen moment."""
 
 import os
+import random
 import time
 
 import torch
@@ -132,6 +133,15 @@ class Talking(Tiny):
     """Its loss may call collectives."""
 
     talks_in_window = True
+
+
+class Unrepeatable(Tiny):
+    """Draws random numbers from a generator that the engine does not know."""
+
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        factor = 1 + 1e-3 * random.SystemRandom().random()
+        return Loss(loss.total * factor, weight=loss.weight, metrics=loss.metrics)
 
 
 class Hidden(Tiny):

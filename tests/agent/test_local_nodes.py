@@ -118,22 +118,19 @@ def test_a_run_does_not_wait_for_a_node_that_is_stopped(tmp_path):
     assert not helpers.processes_of(run)
 
 
+def surviving_nodes(run, *more):
+    """A run in mid-training that survives the loss of a node after 2 s of silence."""
+    survive = ("run.survive=true", "cluster.heartbeat_timeout_s=2")
+    launcher = helpers.begin(TINY, SMALL, f"run.dir={run}", "job.pause_s=0.05", *survive, *more)
+    until(lambda: helpers.records(run), what="training")
+    return launcher
+
+
 def test_a_node_that_is_stopped_is_not_started_again_once_the_run_has_ended(tmp_path):
     """Each of its processes would be killed at once, until no replacement is left: for minutes."""
     run = tmp_path / "run"
-    launcher = helpers.begin(
-        TINY,
-        SMALL,
-        "cluster.nodes=2",
-        "cluster.ranks_per_node=1",
-        f"run.dir={run}",
-        "job.pause_s=0.05",
-        "train.updates=30",
-        "run.survive=true",
-        "run.max_replacements=1000",
-        "cluster.heartbeat_timeout_s=2",
-    )
-    until(lambda: helpers.records(run), what="training")
+    words = ("cluster.nodes=2", "train.updates=30", "run.max_replacements=1000")
+    launcher = surviving_nodes(run, *words)
     helpers.node_process(run, "node1").suspend()
     helpers.await_exit(launcher, 0, timeout=LIMIT_S)
     assert helpers.result(run)["updates"] == 30
@@ -142,18 +139,7 @@ def test_a_node_that_is_stopped_is_not_started_again_once_the_run_has_ended(tmp_
 
 def test_the_ranks_of_a_coordinator_that_was_stopped_come_back(tmp_path):
     run = tmp_path / "run"
-    launcher = helpers.begin(
-        TINY,
-        SMALL,
-        "cluster.nodes=3",
-        "cluster.ranks_per_node=1",
-        f"run.dir={run}",
-        "job.pause_s=0.05",
-        "train.updates=100000",
-        "run.survive=true",
-        "cluster.heartbeat_timeout_s=2",
-    )
-    until(lambda: helpers.records(run), what="training")
+    launcher = surviving_nodes(run, "cluster.nodes=3", "train.updates=100000")
     record = GenerationRecord(RunDir(run).attempt(0))
     agent = helpers.node_process(run, "node0")
     agent.suspend()

@@ -11,19 +11,14 @@ from tests.helpers import LIMIT_S
 PARAMETERS = 784 * 512 + 512 * 256 + 256 * 128 + 128 * 10 + 512 + 256 + 128 + 10
 
 
-def test_all_contenders_make_the_same_updates():
+def on_two_ranks(**task):
     with loopback(2) as link:
-        found = on_ranks(
-            link,
-            {
-                "kind": "losses",
-                "net": "digits",
-                "leaves": [6],
-                "updates": 4,
-                "contenders": [name for name in ALL if missing(name) is None],
-            },
-            timeout_s=LIMIT_S,
-        )
+        return on_ranks(link, {"net": "digits", "leaves": [6], **task}, timeout_s=LIMIT_S)
+
+
+def test_all_contenders_make_the_same_updates():
+    installed = [name for name in ALL if missing(name) is None]
+    found = on_two_ranks(kind="losses", updates=4, contenders=installed)
     curves = {row["name"]: row["losses"] for row in found["rows"]}
     assert set(curves) >= {"ours", "ours, reproducible", "DDP + no_sync", "DDP plain", "FSDP2"}
     first, *_, last = curves["ours"]
@@ -34,20 +29,13 @@ def test_all_contenders_make_the_same_updates():
 
 
 def test_collectives_and_bytes_of_an_update_are_counted():
-    with loopback(2) as link:
-        found = on_ranks(
-            link,
-            {
-                "kind": "times",
-                "net": "digits",
-                "contenders": ["ours", "DDP + no_sync", "DDP plain"],
-                "reference": "DDP + no_sync",
-                "leaves": [6],
-                "repetitions": [3, 3],
-                "budget_s": 0.0,
-            },
-            timeout_s=LIMIT_S,
-        )
+    found = on_two_ranks(
+        kind="times",
+        contenders=["ours", "DDP + no_sync", "DDP plain"],
+        reference="DDP + no_sync",
+        repetitions=[3, 3],
+        budget_s=0.0,
+    )
     assert found["parameters"] == PARAMETERS
     rows = {row["name"]: row for row in found["rows"]}
     assert rows["ours"]["collectives"] == 1

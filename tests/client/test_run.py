@@ -7,8 +7,6 @@ import multiprocessing
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -37,7 +35,7 @@ from orchestrator.rundir.program_link import (
 )
 from orchestrator.rundir.warnings import read_warnings
 from tests.agent.specs import node_spec
-from tests.helpers import environment, until
+from tests.helpers import run_python, until
 
 pytestmark = pytest.mark.whole_runs
 
@@ -60,16 +58,7 @@ for name in orchestrator.__all__:
 def test_importing_us_is_quick_and_without_a_run_the_same_lines_do_nothing(tmp_path):
     spent = []
     for _ in range(3):
-        done = subprocess.run(
-            [sys.executable, "-c", IMPORT],
-            env=environment(),
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        spent.append(float(done.stdout))
+        spent.append(float(run_python(IMPORT, cwd=tmp_path).stdout))
         if min(spent) <= 30:
             break
     assert min(spent) <= 30, spent

@@ -200,30 +200,28 @@ def script(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("command", ["launch --help", "plan"])
-def test_closed_pipe_ends_a_command_silently(script, command):
-    done = subprocess.run(
-        ["bash", "-c", f"{script} {command} | head -c 1"],
+def in_bash(line, cwd=None):
+    return subprocess.run(
+        ["bash", "-c", line],
+        cwd=cwd,
         env=environment(),
         capture_output=True,
         text=True,
         check=False,
         timeout=LIMIT_S,
     )
+
+
+@pytest.mark.parametrize("command", ["launch --help", "plan"])
+def test_closed_pipe_ends_a_command_silently(script, command):
+    done = in_bash(f"{script} {command} | head -c 1")
     assert (len(done.stdout), done.stderr) == (1, "")
 
 
 @pytest.mark.parametrize("command", ["launch --cfg job", "plan", "status", "plan train.seed=x"])
 def test_closed_streams_change_no_exit_code(script, tmp_path, command):
     codes = {
-        subprocess.run(
-            ["bash", "-c", f"{script} {command} {closed}"],
-            cwd=tmp_path,
-            env=environment(),
-            capture_output=True,
-            check=False,
-            timeout=LIMIT_S,
-        ).returncode
+        in_bash(f"{script} {command} {closed}", cwd=tmp_path).returncode
         for closed in ("", "<&- >&-", ">&- 2>&-")
     }
     assert codes == {2 if "=x" in command else 0}
@@ -241,13 +239,7 @@ def test_a_path_that_a_shell_left_in_quotes_begins_at_home(tmp_path, monkeypatch
 @pytest.mark.parametrize("more", ["schedule.warmup_updates=2", ""], ids=["warned", "plain"])
 def test_a_reader_that_goes_away_before_the_start_leaves_no_folder(script, tmp_path, more):
     line = f"{script} launch run.dir={tmp_path}/run train.updates=1 {more}"
-    done = subprocess.run(
-        ["bash", "-c", f"{line} | true"],
-        env=environment(),
-        capture_output=True,
-        check=False,
-        timeout=LIMIT_S,
-    )
+    done = in_bash(f"{line} | true")
     assert not (tmp_path / "run").exists(), done.stderr
 
 

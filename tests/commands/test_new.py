@@ -2,15 +2,13 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 
 from orchestrator import errors
 from tests.docs.printed import typed
 from tests.docs.scripts import page_text
-from tests.helpers import await_exit, begin, call, environment, until, verb
+from tests.helpers import await_exit, begin, call, run_python, until, verb
 
 pytestmark = pytest.mark.long
 
@@ -68,11 +66,7 @@ def test_what_the_page_for_coding_agents_says_is_so(tmp_path):
     assert json.loads((folder / "runs" / "a" / "result.json").read_text())["updates"] == 30
 
     [script] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    words = [sys.executable, "-c", script]
-    ended = subprocess.run(
-        words, cwd=folder, env=environment(), capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
+    ended = run_python(script, cwd=folder)
     assert ended.stdout.split()[0] == "finished"
     assert len(ended.stdout.split()) == 4
 

@@ -129,6 +129,7 @@ def test_a_time_limit_takes_slurms_forms(tmp_path, typed, minutes):
 @pytest.mark.parametrize(
     ("text", "names"),
     [
+        # YAML reads another value than the text:
         ("cluster: {time_min: 4h}", "cluster.time_min 4h"),
         ("cluster: {nodes: 010}", "main.yaml line 2 cluster.nodes 8 '010'"),
         ("job: {ratio: 16:9}", "main.yaml line 2 job.ratio 969 '16:9'"),
@@ -137,9 +138,20 @@ def test_a_time_limit_takes_slurms_forms(tmp_path, typed, minutes):
         ("run: {name: *x}", "line 2 alias quotes"),
         ("run: {name: !x a}", "line 2 '!x' quotes"),
         ("run:\n  name: &x", "main.yaml line 3 run.name '&x'"),
+        # The value is no text:
+        ("run: {tags: [a, {b: c}]}", "run.tags[1] {'b': 'c'}"),
+        ("run: {tags: [null]}", "run.tags[0] null"),
+        ("cluster: {environment: {A: {}}}", "cluster.environment.A {}"),
+        ("cluster: {environment: {A: null}}", "cluster.environment.A null"),
+        ("cluster: {qos: {}}", "cluster.qos {} quotes"),
+        ("cluster: {qos: [1]}", "cluster.qos ['1']"),
+        ("run: {name: '${x}'}", "run.name ${x} 'x'"),
+        ("run: {name: '${x:1}'}", "run.name ${x:…} 'x'"),
+        ("run: {name: '${oc.env:NO_X}'}", "run.name NO_X ${oc.env:NO_X,VALUE}"),
+        ("transport: null", "transport null"),
     ],
 )
-def test_what_yaml_reads_in_another_way_is_refused(tmp_path, text, names):
+def test_value_that_is_not_the_text_in_the_file_is_refused(tmp_path, text, names):
     (tmp_path / "main.yaml").write_text(f"defaults: [base, _self_]\n{text}\n")
     with refused(ConfigError, names):
         compose([], str(tmp_path), "main")
@@ -176,27 +188,6 @@ def test_a_file_that_extends_another_sets_what_that_leaves_open(tmp_path):
     composer.compose()
     points = [composer.point(n, given) for n, given in enumerate(composer.combinations())]
     assert [point.config().cluster.account for point in points] == ["a", "b"]
-
-
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
-        ("run: {tags: [a, {b: c}]}", "run.tags[1] {'b': 'c'}"),
-        ("run: {tags: [null]}", "run.tags[0] null"),
-        ("cluster: {environment: {A: {}}}", "cluster.environment.A {}"),
-        ("cluster: {environment: {A: null}}", "cluster.environment.A null"),
-        ("cluster: {qos: {}}", "cluster.qos {} quotes"),
-        ("cluster: {qos: [1]}", "cluster.qos ['1']"),
-        ("run: {name: '${x}'}", "run.name ${x} 'x'"),
-        ("run: {name: '${x:1}'}", "run.name ${x:…} 'x'"),
-        ("run: {name: '${oc.env:NO_X}'}", "run.name NO_X ${oc.env:NO_X,VALUE}"),
-        ("transport: null", "transport null"),
-    ],
-)
-def test_value_that_is_no_text_is_refused(tmp_path, text, names):
-    (tmp_path / "main.yaml").write_text(f"defaults: [base, _self_]\n{text}\n")
-    with refused(ConfigError, names):
-        compose([], str(tmp_path), "main")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from nbclient import NotebookClient
 
 from orchestrator import list_runs
 from tests.docs.printed import ROOT, python_blocks
-from tests.helpers import LIMIT_S, environment
+from tests.helpers import LIMIT_S, environment, run_python
 
 pytestmark = pytest.mark.long
 
@@ -50,15 +50,7 @@ def page_blocks(folder):
 def test_the_python_of_the_page_runs(tmp_path, monkeypatch):
     blocks = page_blocks(tmp_path)
     assert len(blocks) == 3
-    script = "\n".join(blocks)
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_python("\n".join(blocks), cwd=tmp_path)
     first, *rows, best = done.stdout.splitlines()
     assert first.startswith("finished ")
     assert [row.split()[0] for row in rows] == ["1", "2", "4"]

@@ -31,7 +31,7 @@ from orchestrator.errors import (
 )
 from orchestrator.rundir.lock import is_locked
 from tests import warm
-from tests.helpers import LIGHT, LIMIT_S, SMALL, TINY, call, environment, verb
+from tests.helpers import LIGHT, SMALL, TINY, call, environment, run_python, verb
 from tests.hold import Hold, request_stop
 from tests.light_job import Light
 from tests.run_folders import maker, record
@@ -148,13 +148,7 @@ def test_classes_that_ranks_cannot_import_are_refused():
         "import orchestrator\nclass Line(orchestrator.Job): pass\n"
         "try: orchestrator.start(Line)\nexcept orchestrator.ConfigError as e: print(e)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_python(script)
     assert "write the class to a file" in done.stdout
     assert "from line_job import Line" in done.stdout
 
@@ -163,14 +157,7 @@ def test_a_run_goes_on_when_its_starter_ends_and_is_cancelled_and_resumed_by_oth
     hold = Hold(tmp_path / "hold").hold_before(5)
     words = [LIGHT, *SHORT, hold.override]
     script = f"import orchestrator\nprint(orchestrator.start(*{words!r}).folder)"
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    run = orchestrator.open_run(done.stdout.strip())
+    run = orchestrator.open_run(run_python(script).stdout.strip())
     hold.wait_until_held(5, (0, 1))
     assert run.state == "running"
     with pytest.raises(UsageError, match=r"wait\(\) first"):
@@ -449,14 +436,6 @@ def test_an_interrupted_start_interrupts_the_command(tmp_path):
         f"try: orchestrator.start({LIGHT!r}, '+cluster=slurm')\n"
         "except KeyboardInterrupt: print('interrupted')"
     )
-    path = f"{program.parent}:/usr/bin:/bin"
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=environment(PATH=path),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=LIMIT_S,
-    )
+    done = run_python(script, PATH=f"{program.parent}:/usr/bin:/bin")
     assert done.stdout == "interrupted\n"
     assert not Path("runs").exists() or not any(Path("runs").iterdir())

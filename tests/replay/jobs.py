@@ -2,11 +2,10 @@
 
 import json
 import os
-import random
 
 import torch
 
-from orchestrator import Loss, current_run
+from orchestrator import current_run
 from tests.tiny_job import Tiny
 
 
@@ -21,15 +20,6 @@ class Poisoned(Tiny):
         data = super().dataset()
         data.tensors[1][self.poisoned] = self.value
         return data
-
-
-class Undeclared(Tiny):
-    """Draws random numbers from a generator that the engine does not know."""
-
-    def loss(self, model, batch):
-        loss = super().loss(model, batch)
-        factor = 1 + 1e-3 * random.SystemRandom().random()
-        return Loss(loss.total * factor, weight=loss.weight, metrics=loss.metrics)
 
 
 class Flipped(Tiny):

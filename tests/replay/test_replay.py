@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 
 import pytest
 
@@ -22,6 +21,7 @@ from tests.helpers import (
     processes_of,
     rank_pid,
     records,
+    run_python,
     until,
     verb,
 )
@@ -136,7 +136,7 @@ def test_a_record_that_was_edited_is_told_from_another_computation(changed, tmp_
 
 def test_random_numbers_that_the_engine_does_not_know_are_found(tmp_path):
     run = tmp_path / "run"
-    job = "job._target_=tests.replay.jobs.Undeclared"
+    job = "job._target_=tests.tiny_job.Unrepeatable"
     call(job, *EXACT, "cluster.nodes=1", "train.updates=3", f"run.dir={run}", code=0)
     found = replay(run, "--update", 1, code=1)
     assert found["agreement"]["differing"] == 0
@@ -255,21 +255,25 @@ def test_samples_and_uses_are_those_that_a_loader_read(tmp_path):
     assert "sample 17 was used 1 time in 14 updates" in verb("replay", run, "--sample", 17).stdout
 
 
-def test_pdb_stops_in_the_jobs_own_loss_with_the_batch(changed, tmp_path):
-    words = ("replay", changed, "--update", 5, "--debug", "--leaf", 2)
-    typed = "p 'shape', tuple(batch[0].shape)\nq\n"
-    done = subprocess.run(
-        command(*words, module="orchestrator"),
+def debugged(*words, typed):
+    """Replay in the debugger with this input; return the output."""
+    return subprocess.run(
+        command("replay", *words, "--debug", module="orchestrator"),
         input=typed,
         env=environment(),
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
         check=True,
-    )
-    assert "tiny_job.py" in done.stdout
-    assert "loss()" in done.stdout
-    assert "('shape', (4, 8))" in done.stdout
+    ).stdout
+
+
+def test_pdb_stops_in_the_jobs_own_loss_with_the_batch(changed, tmp_path):
+    typed = "p 'shape', tuple(batch[0].shape)\nq\n"
+    shown = debugged(changed, "--update", 5, "--leaf", 2, typed=typed)
+    assert "tiny_job.py" in shown
+    assert "loss()" in shown
+    assert "('shape', (4, 8))" in shown
 
 
 MINE = """
@@ -291,7 +295,7 @@ def test_changed_code_is_named_and_a_runs_own_copy_is_replayed(tmp_path):
     call(*words, "accumulation.batch_schedule=[[3,12]]", cwd=tmp_path, code=0)
     copy = "from pathlib import Path; from orchestrator.snapshot import copy_code;"
     copy += "copy_code('mine.Mine', Path('run').absolute(), Path('run/code/000').absolute())"
-    subprocess.run([sys.executable, "-c", copy], cwd=tmp_path, env=environment(), check=True)
+    run_python(copy, cwd=tmp_path)
     file.write_text(MINE.replace("1.0", "1.5"))
     (run / "code").rename(tmp_path / "code")
     found = replay(run, "--update", 4, "--short", cwd=tmp_path, code=1)
@@ -346,16 +350,8 @@ def test_a_loop_over_windows_is_replayed_on_fewer_ranks(tmp_path):
     assert [number for leaf in leaves for number in leaf["samples"]] == order
     pieces = json.loads(verb("replay", run, "--update", 4, "--samples", "--json").stdout)
     assert [piece["samples"] for piece in pieces] == [leaf["samples"] for leaf in leaves]
-    done = subprocess.run(
-        command("replay", run, "--update", 4, "--debug", module="orchestrator"),
-        input="p 'piece', piece\nq\n",
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=True,
-    )
-    assert f"('piece', {found['leaves'][0]['samples']})" in done.stdout
+    shown = debugged(run, "--update", 4, typed="p 'piece', piece\nq\n")
+    assert f"('piece', {found['leaves'][0]['samples']})" in shown
     refused = verb("replay", run, "--update", 4, "--by-sample", code=2).stderr
     assert "a loop of its own, which decides the size of its micro-batches" in refused
 

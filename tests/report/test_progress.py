@@ -1,5 +1,7 @@
 """The live line at every width, and the plain lines of logs."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,15 @@ from orchestrator.rundir.best import BestFigure, BestSoFar
 from tests.run_folders import Screen, record
 
 PLAN = {"updates": 100, "micro_steps": 4, "ranks": 4, "nodes": 2}
+HALF_DONE = Moment(
+    updates=50,
+    total=100,
+    loss=0.25,
+    samples_per_second=1250.0,
+    seconds_left=10.0,
+    micro_steps=4,
+    micro_steps_done=3,
+)
 
 
 class Clock:
@@ -129,14 +140,10 @@ def test_an_evaluation_is_said_with_the_best_so_far(screen):
 
 
 def test_what_is_least_important_is_left_out_first_of_a_narrow_line():
-    moment = Moment(
+    moment = replace(
+        HALF_DONE,
         updates=5,
         total=10,
-        loss=0.25,
-        samples_per_second=1250.0,
-        seconds_left=10.0,
-        micro_steps=4,
-        micro_steps_done=3,
         metrics={"error": 0.125},
         best=BestFigure("-held_out.loss", updates=3, value=0.5),
         evaluation={"loss": 0.75},
@@ -162,16 +169,7 @@ def test_what_is_least_important_is_left_out_first_of_a_narrow_line():
 
 
 def test_the_line_at_80_and_120_columns():
-    moment = Moment(
-        updates=50,
-        total=100,
-        loss=0.25,
-        samples_per_second=1250.0,
-        seconds_left=10.0,
-        micro_steps=4,
-        micro_steps_done=3,
-        evaluation={"accuracy": 0.9},
-    )
+    moment = replace(HALF_DONE, evaluation={"accuracy": 0.9})
     narrow, wide = (live_line(moment, Screen(width=w)).plain for w in (80, 120))
     assert narrow == (
         "update  50/100  ━━━━━━━━────────  loss 0.2500  1,250 samples/s  10 s left  ●●●○"

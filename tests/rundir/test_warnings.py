@@ -1,16 +1,13 @@
 """Warnings of ranks: bounded, told once, and read back from whatever the folder holds."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from orchestrator.rundir import warnings as run_warnings
 from orchestrator.rundir.program_link import RANK, WARNINGS
 from orchestrator.rundir.warnings import MOST_KINDS, NewWarnings, read_warnings, warn, warn_into
-from tests.helpers import ROOT
+from tests.helpers import run_python
 
 
 @pytest.fixture
@@ -95,15 +92,7 @@ Accumulator(model, torch.optim.SGD(model.parameters(), 0.1)).begin_window()
 
 def test_a_loop_of_a_run_that_only_accumulates_warns_in_the_run(tmp_path):
     path = tmp_path / "warnings-00000.jsonl"
-    variables = {**os.environ, WARNINGS: str(path), RANK: "3"}
-    done = subprocess.run(
-        [sys.executable, "-c", ACCUMULATES],
-        cwd=ROOT,
-        env=variables,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_python(ACCUMULATES, **{WARNINGS: str(path), RANK: "3"})
     [warned] = read_warnings(tmp_path)
     assert warned.ranks == (3,)
     assert "batch norm" in warned.sentence
@@ -116,14 +105,10 @@ def test_a_programs_output_that_takes_no_warning_ends_nothing(tmp_path, closes):
     path = tmp_path / "warnings-00000.jsonl"
     program = "import sys; from orchestrator.rundir.warnings import warn; "
     program += "sys.stdout.close(); " * closes + "warn('größe')"
-    variables = {**os.environ, WARNINGS: str(path), RANK: "0", "PYTHONIOENCODING": "ascii"}
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=variables, check=True)
+    run_python(program, **{WARNINGS: str(path), RANK: "0", "PYTHONIOENCODING": "ascii"})
     assert [warned.sentence for warned in read_warnings(tmp_path)] == ["größe"]
 
 
 def test_without_a_run_a_warning_is_pythons():
     program = "from orchestrator.rundir.warnings import warn; warn('in a program of my own')"
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert "UserWarning: in a program of my own" in done.stderr
+    assert "UserWarning: in a program of my own" in run_python(program).stderr

@@ -26,6 +26,7 @@ from orchestrator.search import search as searches
 from orchestrator.search.search import TrialRuns, open_study
 from orchestrator.sweep.local import PointResult
 from tests.search.helpers import (
+    ONE,
     QUIET,
     SPACE,
     AtOnce,
@@ -147,13 +148,7 @@ def test_a_trial_whose_room_is_gone_at_the_last_moment_waits_for_it(tmp_path):
 
 def test_a_grid_is_tried_whole_and_a_point_that_is_drawn_again_is_not_run_again(tmp_path):
     script = line_of(tmp_path / "grid")[-2:]
-    space = (
-        "job.arguments.lr=0.1,0.2",
-        "job.arguments.k=1,3",
-        "cluster.nodes=1",
-        "cluster.ranks_per_node=1",
-        "tracker=none",
-    )
+    space = ("job.arguments.lr=0.1,0.2", "job.arguments.k=1,3", *ONE)
     grid = run_to_end(search_of(*space, "sweep.search=grid", f"run.dir={tmp_path}/grid", *script))
     points = [tuple(trial["point"]) for trial in grid["trials"]]
     assert points == [
@@ -277,9 +272,7 @@ def test_a_trial_that_ends_before_it_can_be_pruned_has_its_value(tmp_path):
     line = (
         "job.arguments.lr=0.3,0.31,0.32,0.33,0.34,5,6,7,8",
         "job.arguments.k=1",
-        "cluster.nodes=1",
-        "cluster.ranks_per_node=1",
-        "tracker=none",
+        *ONE,
         "sweep.search=grid",
         "sweep.prune=median",
         f"run.dir={tmp_path}/found",

@@ -2,11 +2,10 @@
 
 import json
 import os
-import random
 
 import torch
 
-from orchestrator import Loss, current_run
+from orchestrator import current_run
 from tests.tiny_job import Tiny
 
 
@@ -131,18 +130,3 @@ class Keeping(Tiny):
     def loss(self, model, batch):
         self.seen[0] += len(batch[0])
         return super().loss(model, batch)
-
-
-class Drawing(Tiny):
-    """Draws random numbers that the engine does not seed."""
-
-    def loss(self, model, batch):
-        loss = super().loss(model, batch)
-        factor = 1 + 1e-3 * random.SystemRandom().random()
-        return Loss(loss.total * factor, weight=loss.weight, metrics=loss.metrics)
-
-
-class Talking(Tiny):
-    """Says that its loss calls collectives."""
-
-    talks_in_window = True

@@ -215,13 +215,14 @@ def test_what_cannot_be_checked_is_refused_before_the_start(tmp_path, words, sen
 @pytest.mark.parametrize(
     ("job", "sentence"),
     [
-        ("Spectral", "the same rank computes twice has other bits the second time"),
-        ("Drawing", "the same rank computes twice has other bits the second time"),
-        ("Keeping", "loss() changes Keeping.seen, which cannot be restored"),
-        ("Talking", "not available with talks_in_window = True"),
+        ("sentinel.jobs.Spectral", "the same rank computes twice has other bits the second time"),
+        ("tiny_job.Unrepeatable", "the same rank computes twice has other bits the second time"),
+        ("sentinel.jobs.Keeping", "loss() changes Keeping.seen, which cannot be restored"),
+        ("tiny_job.Talking", "not available with talks_in_window = True"),
     ],
 )
 def test_a_job_that_cannot_be_computed_twice_is_refused_at_the_start(tmp_path, job, sentence):
     run = tmp_path / "run"
-    assert sentence in told(train(run, job, 2, f"{EVERY}=200", code=1))
+    words = ("cluster.ranks_per_node=2", f"{EVERY}=200", f"run.dir={run}")
+    assert sentence in told(call(f"job._target_=tests.{job}", *COMMON, *words, code=1))
     assert not records(run)

@@ -180,26 +180,46 @@ def test_ignored_and_linked_files_are_copied_if_the_job_imports_them(imports, tm
     assert found["inner"].readlink() == Path("package")
 
 
+class FailingPath:
+    """A file or folder for which calls of `os` fail: denied at first."""
+
+    def __init__(self, folder, name, monkeypatch):
+        self.path, self.name, self.error = str(folder / name), name, errno.EACCES
+        self.monkeypatch, may = monkeypatch, os.access
+        monkeypatch.setattr(
+            os, "access", lambda path, mode: str(path) != self.path and may(path, mode)
+        )
+
+    def fail(self, call, always=None):
+        """Let this call of `os` fail, with the error `always` if one is given."""
+        really = getattr(os, call)
+
+        def fail(path, *flags, **more):
+            if str(path) == self.path:
+                error = always or self.error
+                raise OSError(error, os.strerror(error), self.path)
+            return really(path, *flags, **more)
+
+        self.monkeypatch.setattr(os, call, fail)
+
+    def expect_left_out_until_an_outage(self, tmp_path):
+        """Copy the code: what is denied is left out, an outage raises the system's error."""
+        found, _, left_out, _ = taken(tmp_path)
+        assert self.name in left_out
+        assert "generated/__init__.py" in found
+        for error in (errno.ESTALE, errno.EIO):
+            self.error = error
+            with pytest.raises(OSError, match=os.strerror(error)):
+                taken(tmp_path / str(error))
+
+
 @pytest.mark.parametrize("call", ["stat", "open"])
 def test_a_file_that_is_denied_is_left_out_and_an_outage_ends_the_start(
     imports, tmp_path, monkeypatch, call
 ):
-    number, really, may = errno.EACCES, getattr(os, call), os.access
-    file = str(imports / "generated/by_computed_name.py")
-
-    def fail(path, *flags, **more):
-        if str(path) == file:
-            raise OSError(number, os.strerror(number), file)
-        return really(path, *flags, **more)
-
-    monkeypatch.setattr(os, call, fail)
-    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != file and may(path, mode))
-    found, _, left_out, _ = taken(tmp_path)
-    assert "generated/by_computed_name.py" in left_out
-    assert "generated/__init__.py" in found
-    for number in (errno.ESTALE, errno.EIO):
-        with pytest.raises(OSError, match=os.strerror(number)):
-            taken(tmp_path / str(number))
+    file = FailingPath(imports, "generated/by_computed_name.py", monkeypatch)
+    file.fail(call)
+    file.expect_left_out_until_an_outage(tmp_path)
 
 
 def test_folder_with_tracked_files_is_copied_whole_if_it_becomes_a_package(imports, tmp_path):
@@ -306,35 +326,16 @@ def test_an_ignored_file_behind_a_link_is_copied_if_the_job_imports_it(imports, 
 def test_a_folder_that_is_denied_is_left_out_and_an_outage_ends_the_start(
     imports, tmp_path, monkeypatch, with_git
 ):
-    folder, number = imports / "generated" / "more", errno.EACCES
+    folder = imports / "generated" / "more"
     folder.mkdir()
     (folder / "part.py").write_text("code\n")
     if not with_git:
         shutil.rmtree(imports / ".git")
         monkeypatch.setattr(snapshot, "source_roots", lambda _: {imports: {"mine", "generated"}})
-    really, may, really_open = os.scandir, os.access, os.open
-
-    def fail(path):
-        if str(path) == str(folder):
-            raise OSError(number, os.strerror(number), str(path))
-        return really(path)
-
-    def deny(path, *flags, **more):
-        if str(path) == str(folder):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return really_open(path, *flags, **more)
-
-    monkeypatch.setattr(os, "scandir", fail)
-    monkeypatch.setattr(os, "open", deny)
-    monkeypatch.setattr(
-        os, "access", lambda path, mode: str(path) != str(folder) and may(path, mode)
-    )
-    found, _, left_out, _ = taken(tmp_path)
-    assert "generated/more" in left_out
-    assert "generated/__init__.py" in found
-    for number in (errno.ESTALE, errno.EIO):
-        with pytest.raises(OSError, match=os.strerror(number)):
-            taken(tmp_path / str(number))
+    failing = FailingPath(imports, "generated/more", monkeypatch)
+    failing.fail("scandir")
+    failing.fail("open", always=errno.EACCES)
+    failing.expect_left_out_until_an_outage(tmp_path)
 
 
 def _copied(target, run):

@@ -2,41 +2,10 @@
 
 import pytest
 
-from orchestrator.agent.topology import Topology
-from orchestrator.config.program import ProgramConfig
 from orchestrator.config.schema import ClusterConfig
 from orchestrator.errors import ClusterError
 from orchestrator.trainer.environment import device_request, lacking_devices
-from orchestrator.trainer.program import ProgramStart, Rendezvous, environment
-
-
-@pytest.fixture
-def variables_of(run):
-    run.write_config("job: {}\n")
-    topology = Topology(
-        rank=3,
-        size=4,
-        local_rank=1,
-        node_index=1,
-        nodes=2,
-        node="n1",
-        address="127.0.0.1",
-        job_id="1",
-    )
-
-    def variables(env, *, style="torch", devices="rank"):
-        start = ProgramStart(
-            program=ProgramConfig(command=("train.py",), style=style, devices=devices),
-            topology=topology,
-            rendezvous=Rendezvous("127.0.0.1", 4242),
-            run=run,
-            attempt=0,
-            most_restarts=0,
-            timeout_s=60,
-        )
-        return environment(env, start, {})
-
-    return variables
+from tests.trainer.program_variables import variables_of
 
 
 @pytest.mark.parametrize(
@@ -48,19 +17,17 @@ def variables_of(run):
         ({}, "torch", "CUDA_VISIBLE_DEVICES", "1", "LOCAL_RANK"),
     ],
 )
-def test_a_rank_that_has_its_own_device_sees_no_other(
-    variables_of, env, style, variable, seen, number
-):
-    found = variables_of(env, style=style)
+def test_a_rank_that_has_its_own_device_sees_no_other(run, env, style, variable, seen, number):
+    found = variables_of(run, env, style=style)
     assert found[variable] == seen
     assert number is None or found[number] == "0"
-    assert variables_of(env, style=style, devices="node").get(variable) == env.get(variable)
+    assert variables_of(run, env, style=style, devices="node").get(variable) == env.get(variable)
 
 
 @pytest.mark.parametrize("devices", ["0", ""])
-def test_a_node_with_fewer_devices_than_ranks_is_refused(variables_of, devices):
+def test_a_node_with_fewer_devices_than_ranks_is_refused(run, devices):
     with pytest.raises(ClusterError, match=r"ask for more by cluster\.gpus_per_node"):
-        variables_of({"CUDA_VISIBLE_DEVICES": devices})
+        variables_of(run, {"CUDA_VISIBLE_DEVICES": devices}, style="torch")
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,6 @@ import json
 import os
 import resource
 import signal
-import subprocess
-import sys
 
 import pytest
 
@@ -17,7 +15,7 @@ from orchestrator.rundir.files import LineFile
 from orchestrator.rundir.metrics import _numbers_of_update
 from orchestrator.trainer.recorder import log_evaluation, log_update
 from tests.engine.windows import make_window
-from tests.helpers import ROOT
+from tests.helpers import run_python
 
 pytestmark = pytest.mark.whole_runs
 
@@ -105,12 +103,7 @@ print("third", file=sys.stderr)
 
 def test_a_log_without_room_ends_nothing_and_says_later_what_it_lost(tmp_path):
     log = tmp_path / "log"
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, log],
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0
+    run_python(PROGRAM, log)
     assert log.read_text().splitlines() == [
         "first",
         "[10 bytes of this log were lost: File too large]",

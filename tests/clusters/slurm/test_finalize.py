@@ -283,35 +283,30 @@ def why_cut_short(*how):
     return note and note["why"]
 
 
+def decided(run, attempt, job, *, culprit, **how):
+    """Return whether the run starts again, and the pause before each restart that it asks for."""
+    pauses = []
+
+    def restart(pause_s=0.0):
+        pauses.append(pause_s)
+
+    again = restart_or_end(run, attempt, job, culprit=lambda: culprit, restart=restart, **how)
+    return again, pauses
+
+
 def concluded(run, attempt, *, job=JOB, departure=LEFT, culprit=BEYOND, in_place=False):
     """(whether it starts again, how often it was handed back, the end that was written)."""
-    handed_back = []
-    again = restart_or_end(
-        run,
-        attempt,
-        job,
-        departure=departure,
-        culprit=lambda: culprit,
-        restart=lambda pause_s=0.0: handed_back.append(pause_s),
-        in_place=in_place,
-    )
-    return again, len(handed_back), run.read_result()
+    ways = {"departure": departure, "culprit": culprit, "in_place": in_place}
+    again, pauses = decided(run, attempt, job, **ways)
+    return again, len(pauses), run.read_result()
 
 
 def pauses_of(run, attempt, capsys):
     """How long the start after this failed one waits, and the line in batch.log."""
-    pauses = []
-    assert restart_or_end(
-        run,
-        attempt,
-        JOB,
-        departure=None,
-        culprit=lambda: BEYOND,
-        restart=lambda pause_s=0.0: pauses.append(pause_s),
-        tell=print_note,
-    )
+    again, [pause_s] = decided(run, attempt, JOB, departure=None, culprit=BEYOND, tell=print_note)
+    assert again
     (line,) = capsys.readouterr().out.splitlines()
-    return pauses[0], line
+    return pause_s, line
 
 
 @pytest.fixture

@@ -1,20 +1,15 @@
 """What is known of MindSpore without importing it: limits, survival, msrun's variables."""
 
-import subprocess
-import sys
-
-from orchestrator.agent.topology import Topology
 from orchestrator.clusters.api import cluster_of
 from orchestrator.config.composer import compose
-from orchestrator.config.program import ProgramConfig
 from orchestrator.config.rules import OFF, planned_survival, refuse_unsupported
 from orchestrator.errors import ConfigError
 from orchestrator.plan.wire import Wire
 from orchestrator.runs.start import prepare
-from orchestrator.trainer.program import ProgramStart, Rendezvous, environment
-from tests.helpers import ROOT
+from tests.helpers import run_python
 from tests.plan.stated import make_plan
 from tests.refusals import refused
+from tests.trainer.program_variables import variables_of
 
 JOB = "job=digits_mindspore"
 
@@ -57,31 +52,9 @@ def test_too_few_gpus_are_refused_with_its_transport_on_cpus():
 
 
 def test_a_program_gets_the_variables_of_msrun(run):
-    run.write_config("job: {}\n")
-    topology = Topology(
-        rank=3,
-        size=4,
-        local_rank=1,
-        node_index=1,
-        nodes=2,
-        node="n1",
-        address="127.0.0.1",
-        job_id="1",
+    alone, shared = (
+        variables_of(run, {}, style="mindspore", devices=devices) for devices in ("rank", "node")
     )
-
-    def variables(devices):
-        start = ProgramStart(
-            program=ProgramConfig(command=("train.py",), style="mindspore", devices=devices),
-            topology=topology,
-            rendezvous=Rendezvous("127.0.0.1", 4242),
-            run=run,
-            attempt=0,
-            most_restarts=0,
-            timeout_s=60,
-        )
-        return environment({}, start, {})
-
-    alone, shared = variables("rank"), variables("node")
     assert (alone["ASCEND_RT_VISIBLE_DEVICES"], alone["DEVICE_ID"]) == ("1", "0")
     assert ("ASCEND_RT_VISIBLE_DEVICES" in shared, shared["DEVICE_ID"]) == (False, "1")
     assert {name: alone[name] for name in alone if name.startswith(("MS_", "RANK_"))} == {
@@ -98,13 +71,7 @@ def test_a_program_gets_the_variables_of_msrun(run):
 
 def test_submitting_imports_neither_mindspore_nor_its_engine():
     modules = ", ".join(f"orchestrator.engine.mindspore.{name}" for name in ("facts", "msrun"))
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys, {modules}; print(*sys.modules)"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_python(f"import sys, {modules}; print(*sys.modules)")
     imported = {*done.stdout.split()}
     assert "orchestrator.config.launchers" in imported
     assert imported.isdisjoint({"mindspore", "numpy", "orchestrator.engine.api"})

@@ -43,6 +43,14 @@ class Net(nn.Module):
         return sum(parts)
 
 
+def trained_parameters(optimizer):
+    """Yield each parameter that has a gradient, and its group."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None:
+                yield p, group
+
+
 class Lamb(optim.Optimizer):
     """SGD with each parameter's step scaled to its norm, as in LAMB."""
 
@@ -51,12 +59,10 @@ class Lamb(optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.state[p].setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.5)
-                    mean = self.state[p]["mean"]
-                    p.add_(mean * (p.norm() / (mean.norm() + 1e-9)), alpha=-group["lr"])
+        for p, group in trained_parameters(self):
+            self.state[p].setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.5)
+            mean = self.state[p]["mean"]
+            p.add_(mean * (p.norm() / (mean.norm() + 1e-9)), alpha=-group["lr"])
 
 
 class Shampoo(Lamb):
@@ -64,20 +70,17 @@ class Shampoo(Lamb):
 
     @torch.no_grad()
     def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state, grad = self.state[p], p.grad.reshape(p.shape[0], -1)
-                if not state:
-                    state["step"] = 0
-                    state["statistics"] = [torch.eye(n, dtype=p.dtype) for n in grad.shape]
-                state["step"] += 1
-                left, right = state["statistics"]
-                left += grad @ grad.T
-                right += grad.T @ grad
-                step = torch.linalg.solve(left, grad) @ torch.linalg.inv(right).sqrt().nan_to_num()
-                p.sub_(step.reshape(p.shape), alpha=group["lr"])
+        for p, group in trained_parameters(self):
+            state, grad = self.state[p], p.grad.reshape(p.shape[0], -1)
+            if not state:
+                state["step"] = 0
+                state["statistics"] = [torch.eye(n, dtype=p.dtype) for n in grad.shape]
+            state["step"] += 1
+            left, right = state["statistics"]
+            left += grad @ grad.T
+            right += grad.T @ grad
+            step = torch.linalg.solve(left, grad) @ torch.linalg.inv(right).sqrt().nan_to_num()
+            p.sub_(step.reshape(p.shape), alpha=group["lr"])
 
 
 class MuonWithAdamW(optim.Optimizer):
@@ -92,18 +95,15 @@ class MuonWithAdamW(optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if group["orthogonal"]:
-                    state.setdefault("momentum", torch.zeros_like(p)).mul_(0.9).add_(p.grad)
-                    u, _, v = torch.linalg.svd(state["momentum"], full_matrices=False)
-                    p.sub_(u @ v, alpha=group["lr"])
-                else:
-                    state.setdefault("square", torch.zeros_like(p)).lerp_(p.grad**2, 0.1)
-                    p.sub_(p.grad / (state["square"].sqrt() + 1e-8), alpha=group["lr"])
+        for p, group in trained_parameters(self):
+            state = self.state[p]
+            if group["orthogonal"]:
+                state.setdefault("momentum", torch.zeros_like(p)).mul_(0.9).add_(p.grad)
+                u, _, v = torch.linalg.svd(state["momentum"], full_matrices=False)
+                p.sub_(u @ v, alpha=group["lr"])
+            else:
+                state.setdefault("square", torch.zeros_like(p)).lerp_(p.grad**2, 0.1)
+                p.sub_(p.grad / (state["square"].sqrt() + 1e-8), alpha=group["lr"])
 
 
 def _matrices(net):
