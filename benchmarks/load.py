@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.markdown import grid
 from benchmarks.measure import keep, machine, wait_for
 from slurm.dev_cluster import DevCluster
 from slurm.testing import dev_cluster
@@ -224,5 +225,5 @@ def main(*, quick: bool = False) -> None:
 
 def body(data: dict[str, Any]) -> str:
     """Return the page: a line for each count."""
-    rows = [f"| {what} | {figure:.3g} |" for what, figure in data["rows"]]
-    return "\n".join([(__doc__ or "").strip(), "", "| | counted |", "|---|---:|", *rows])
+    lines = [[what, f"{figure:.3g}"] for what, figure in data["rows"]]
+    return f"{(__doc__ or '').strip()}\n\n{grid(['', 'counted'], lines)}"
