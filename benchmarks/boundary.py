@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.link import alone
+from benchmarks.markdown import grid
 from benchmarks.measure import keep, machine
 from benchmarks.ranks import on_ranks
 
@@ -22,20 +23,21 @@ share is higher than in most trainings."""
 
 def body(data: dict[str, Any]) -> str:
     """Return the page: a line for each K."""
-    lines = [
-        f"{data['parameters'] / 1e6:.1f} million parameters. {NOTE}",
-        "",
-        "| K | update (ms) | boundary beyond reduction and step (ms) | share | quartiles |",
-        "|---:|---:|---:|---:|---:|",
-    ]
+    head = ["K", "update (ms)", "boundary beyond reduction and step (ms)", "share", "quartiles"]
+    lines: list[list[str]] = []
     for row in data["rows"]:
         share = row["share"]
         lines.append(
-            f"| {row['leaves']} | {1000 * row['update']['median']:.0f} "
-            f"| {1000 * row['beyond']['median']:.1f} | {100 * share['median']:.1f} % "
-            f"| {100 * share['q1']:.1f} to {100 * share['q3']:.1f} % |"
+            [
+                f"{row['leaves']}",
+                f"{1000 * row['update']['median']:.0f}",
+                f"{1000 * row['beyond']['median']:.1f}",
+                f"{100 * share['median']:.1f} %",
+                f"{100 * share['q1']:.1f} to {100 * share['q3']:.1f} %",
+            ]
         )
-    return "\n".join(lines)
+    note = f"{data['parameters'] / 1e6:.1f} million parameters. {NOTE}"
+    return f"{note}\n\n{grid(head, lines, left=0)}"
 
 
 def main(*, quick: bool = False) -> None:

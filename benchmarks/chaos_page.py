@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.markdown import grid
+
 EVERY = 5
 """Updates between two checkpoints."""
 NOTE = f"""\
@@ -14,14 +16,19 @@ of the next attempt was done, with the start of its processes. Medians, and the 
 
 def table(data: dict[str, Any]) -> str:
     """Return the table: a line for each kind of fault, and one for all."""
-    lines = [
-        "| fault | runs | as undisturbed | noticed (s) | updates again (s) | updates redone |",
-        "|---|---:|---:|---:|---:|---:|",
+    head = [
+        "fault",
+        "runs",
+        "as undisturbed",
+        "noticed (s)",
+        "updates again (s)",
+        "updates redone",
     ]
+    lines: list[list[str]] = []
     for kind, row in [*data["kinds"].items(), ("**all**", data["all"])]:
         cells = [_cell(row[name]) for name in ("noticed_s", "resumed_s", "redone")]
-        lines.append(f"| {kind} | {row['runs']} | {row['as_undisturbed']} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([kind, str(row["runs"]), str(row["as_undisturbed"]), *cells])
+    return grid(head, lines)
 
 
 def _cell(spread: dict[str, float] | None) -> str:

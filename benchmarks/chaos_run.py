@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.chaos_faults import FAULTS, Fault, Scene
 from benchmarks.chaos_page import EVERY
-from benchmarks.measure import wait_for
+from benchmarks.measure import TINY_PLAN, wait_for
 from orchestrator.config.composer import compose
 from orchestrator.errors import ClusterError, RunFailed
 from orchestrator.rehearse.rehearsal import compare, until
@@ -25,11 +25,7 @@ from slurm.jobs import job_processes
 MOMENTS = ("start", "window", "checkpoint", "last", "after")
 UPDATES, PAUSE_S = 40, 0.04
 PLAN = (
-    "job._target_=tests.tiny_job.Tiny",
-    "tracker=none",
-    "accumulation.global_batch=32",
-    "accumulation.steps=4",
-    "cluster.nodes=2",
+    *TINY_PLAN,
     "cluster.ranks_per_node=1",
     f"train.updates={UPDATES}",
     "run.survive=false",

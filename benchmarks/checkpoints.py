@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from benchmarks.markdown import grid, spread_cells
 from benchmarks.measure import interleaved, keep, machine, rows_of
 from orchestrator import Job, Loss
 from orchestrator.client.checkpoint_manager import CheckpointManager
@@ -58,19 +59,18 @@ class Timed:
 
 def body(data: dict[str, Any]) -> str:
     """Return the page: a line for each way."""
-    lines = [
-        NOTE,
-        "",
-        "| a checkpoint is written | training stands still (s) | quartiles | ratio | quartiles |",
-        "|---|---:|---:|---:|---:|",
+    head = [
+        "a checkpoint is written",
+        "training stands still (s)",
+        "quartiles",
+        "ratio",
+        "quartiles",
     ]
+    lines: list[list[str]] = []
     for row in data["rows"]:
-        spread, ratio = row["spread"], row["ratio"]
-        lines.append(
-            f"| {row['name']} | {spread['median']:.3f} | {spread['q1']:.3f} to {spread['q3']:.3f} "
-            f"| {ratio['median']:.3f} | {ratio['q1']:.3f} to {ratio['q3']:.3f} |"
-        )
-    return "\n".join(lines)
+        cells = [*spread_cells(row["spread"], ".3f"), *spread_cells(row["ratio"], ".3f")]
+        lines.append([row["name"], *cells])
+    return f"{NOTE}\n\n{grid(head, lines)}"
 
 
 def _window(update: int) -> Window:

@@ -19,6 +19,7 @@ from benchmarks.lengths_rank import (
     WARM_UP,
 )
 from benchmarks.link import Link, loopback
+from benchmarks.markdown import grid
 from benchmarks.measure import keep, machine
 from benchmarks.ranks import on_ranks
 
@@ -38,10 +39,7 @@ time, which other work on the machine disturbs less. "Grouped" trains *other* up
 
 def summary(data: dict[str, Any]) -> str:
     """Return the table of all cases: times of the same updates, relative to DDP + no_sync."""
-    lines = [
-        f"| ranks, G, sigma | {DDP} (ms) | {' | '.join(ALL[1:])} |",
-        "|---|---:|" + "---:|" * len(ALL[1:]),
-    ]
+    lines: list[list[str]] = []
     for case in data["cases"]:
         rows = {row["name"]: row for row in case["rows"]}
         cells = [
@@ -49,26 +47,30 @@ def summary(data: dict[str, Any]) -> str:
             for name in ALL[1:]
         ]
         title = f"{case['ranks']}, {case['global_batch']}, {case['sigma']:g}"
-        lines.append(f"| {title} | {rows[DDP]['update_ms']:.0f} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([title, f"{rows[DDP]['update_ms']:.0f}", *cells])
+    return grid(["ranks, G, sigma", f"{DDP} (ms)", *ALL[1:]], lines)
 
 
 def body(data: dict[str, Any]) -> str:
     """Return the page: the table, and a part on a slow rank."""
-    lines = [NOTE, "", summary(data)]
-    lines += ["", f"All lengths equal (64): {data['equal']:.3f} of micro-batches of 32 samples."]
+    equal = f"All lengths equal (64): {data['equal']:.3f} of micro-batches of 32 samples."
+    parts = [NOTE, summary(data), equal]
     if data.get("half"):
-        lines += [
-            "",
-            "Two ranks, one with half of a processor (a cgroup's quota), G = 128, sigma = 0.5:",
-            "",
-            "| | update (ms) | to DDP | to the ideal of the summed speeds |",
-            "|---|---:|---:|---:|",
+        head = ["", "update (ms)", "to DDP", "to the ideal of the summed speeds"]
+        lines = [
+            [
+                row["name"],
+                f"{row['update_ms']:.0f}",
+                f"{row['ratio']['median']:.2f}",
+                f"{row['to_ideal']:.2f}",
+            ]
+            for row in data["half"]
         ]
-        for row in data["half"]:
-            ratios = f"{row['ratio']['median']:.2f} | {row['to_ideal']:.2f}"
-            lines.append(f"| {row['name']} | {row['update_ms']:.0f} | {ratios} |")
-    return "\n".join(lines)
+        parts += [
+            "Two ranks, one with half of a processor (a cgroup's quota), G = 128, sigma = 0.5:",
+            grid(head, lines),
+        ]
+    return "\n\n".join(parts)
 
 
 @contextmanager

@@ -20,7 +20,8 @@ from typing import Any
 
 import psutil
 
-from benchmarks.measure import keep, machine, wait_for
+from benchmarks.markdown import grid
+from benchmarks.measure import TINY_PLAN, keep, machine, wait_for
 from slurm.dev_cluster import DevCluster
 from slurm.testing import dev_cluster
 
@@ -28,13 +29,6 @@ ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = ("squeue", "sacct", "scontrol", "sinfo", "sbatch", "scancel", "sacctmgr")
 RANKS, JOBS = 4, 20
 OPERATIONS = "file operations a second"
-PLAN = (
-    "job._target_=tests.tiny_job.Tiny",
-    "tracker=none",
-    "accumulation.global_batch=32",
-    "accumulation.steps=4",
-    "cluster.nodes=2",
-)
 
 
 class Counting:
@@ -59,7 +53,7 @@ class Counting:
         """Submit, and wait until that is done. Raises `CalledProcessError` when it fails."""
         where = ("+cluster=slurm_dev", f"cluster.slurm_conf={self._cluster.slurm_conf}")
         subprocess.run(
-            [sys.executable, "-m", "orchestrator.launch", *where, *PLAN, *words],
+            [sys.executable, "-m", "orchestrator.launch", *where, *TINY_PLAN, *words],
             env=self._env,
             cwd=self._log.parent,
             check=True,
@@ -224,5 +218,5 @@ def main(*, quick: bool = False) -> None:
 
 def body(data: dict[str, Any]) -> str:
     """Return the page: a line for each count."""
-    rows = [f"| {what} | {figure:.3g} |" for what, figure in data["rows"]]
-    return "\n".join([(__doc__ or "").strip(), "", "| | counted |", "|---|---:|", *rows])
+    lines = [[what, f"{figure:.3g}"] for what, figure in data["rows"]]
+    return f"{(__doc__ or '').strip()}\n\n{grid(['', 'counted'], lines)}"

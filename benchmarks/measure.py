@@ -20,6 +20,14 @@ from typing import Any
 from slurm.polling import first_true
 
 RESULTS = Path(__file__).parent / "results"
+TINY_PLAN = (
+    "job._target_=tests.tiny_job.Tiny",
+    "tracker=none",
+    "accumulation.global_batch=32",
+    "accumulation.steps=4",
+    "cluster.nodes=2",
+)
+"""A job with next to no work of its own, on two nodes: what is measured is around it."""
 _VERSIONS = ("torch", "mindspore", "accelerate", "lightning-fabric", "submitit", "hydra-core")
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import overhead_rank
+from benchmarks.markdown import grid, spread_cells
 from benchmarks.measure import Spread, keep, machine, turns
 from benchmarks.overhead_rank import CLIP_NORM, LAYERS, RATE, SAMPLES, WIDE
 
@@ -107,16 +108,9 @@ def main(*, quick: bool = False) -> None:
 
 def body(data: dict[str, Any]) -> str:
     """Return the page."""
-    lines = [
-        NOTE,
-        "",
-        "| | a micro-step (µs) | quartiles | a boundary (µs) | quartiles |",
-        "|---|---:|---:|---:|---:|",
-    ]
+    head = ["", "a micro-step (µs)", "quartiles", "a boundary (µs)", "quartiles"]
+    lines: list[list[str]] = []
     for row in data["rows"][1:]:
-        cells = [row["name"]]
-        for key in ("micro_step", "boundary"):
-            spread = row[key]
-            cells += [f"{spread['median']:.0f}", f"{spread['q1']:.0f} to {spread['q3']:.0f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        cells = [*spread_cells(row["micro_step"], ".0f"), *spread_cells(row["boundary"], ".0f")]
+        lines.append([row["name"], *cells])
+    return f"{NOTE}\n\n{grid(head, lines)}"

@@ -90,11 +90,16 @@ def by_hand(steps: int, updates: int, done: Callable[[], None]) -> None:
         done()
 
 
+def accumulator_of(model: nn.Module) -> Accumulator:
+    """Return the accumulator of one rank, with the optimizer and the clipping of `by_hand`."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    return Accumulator(model, optimizer, TorchGroup.alone(), clip_norm=CLIP_NORM)
+
+
 def with_accumulator(steps: int, updates: int, done: Callable[[], None]) -> None:
     """Use the accumulator alone."""
     model, (x, y) = net(), data()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    accumulator = Accumulator(model, optimizer, TorchGroup.alone(), clip_norm=CLIP_NORM)
+    accumulator = accumulator_of(model)
     order = DataOrder(dataset_samples=DATA, global_batch=steps * SAMPLES)
     for update in range(updates):
         parts = torch.from_numpy(order.indices(update)).split(SAMPLES)
@@ -108,8 +113,7 @@ def with_accumulator(steps: int, updates: int, done: Callable[[], None]) -> None
 def in_windows(steps: int, updates: int, done: Callable[[], None]) -> None:
     """Use `run.windows`."""
     model, (x, y) = net(), data()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    accumulator = Accumulator(model, optimizer, TorchGroup.alone(), clip_norm=CLIP_NORM)
+    accumulator = accumulator_of(model)
     epochs = -(-updates * steps * SAMPLES // DATA) + 1
     windows = run.windows(
         DATA, accumulator, global_batch=steps * SAMPLES, micro_batch=SAMPLES, epochs=epochs

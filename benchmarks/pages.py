@@ -25,6 +25,7 @@ from benchmarks import (
     survive,
     sweeps,
 )
+from benchmarks.markdown import grid, spread_cells
 from benchmarks.measure import RESULTS, kept
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,19 +42,17 @@ _SUMMARIES: dict[str, Callable[[Result], str]] = {
 def table(part: Result) -> str:
     """Return a table of contenders with ratios; several figures of one are side by side."""
     figures = part["figures"]
-    head = [f"{name} | quartiles | ratio" for name in figures]
-    lines = [f"| contender | {' | '.join(head)} |", "|---|" + "---:|" * 3 * len(figures)]
+    head = ["contender"]
+    for name in figures:
+        head += [name, "quartiles", "ratio"]
+    lines: list[list[str]] = []
     for index, row in enumerate(next(iter(figures.values()))):
         cells = [row["name"]]
         for rows in figures.values():
-            spread = rows[index]["spread"]
-            cells += [
-                f"{spread['median']:.3g}",
-                f"{spread['q1']:.3g} to {spread['q3']:.3g}",
-                f"{rows[index]['ratio']['median']:.2f}",
-            ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+            cells += spread_cells(rows[index]["spread"], ".3g")
+            cells.append(f"{rows[index]['ratio']['median']:.2f}")
+        lines.append(cells)
+    return grid(head, lines)
 
 
 def _plain(data: Result) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.link import loopback
+from benchmarks.markdown import grid
 from benchmarks.measure import keep, machine
 from benchmarks.ranks import on_ranks
 
@@ -21,12 +22,8 @@ are finite."""
 
 def body(data: dict[str, Any]) -> str:
     """Return the page: a line for each net and K."""
-    lines = [
-        NOTE,
-        "",
-        f"| net | K | rounds | {DDP} (ms) | ours | {SAME} | {CHECKED} |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
+    head = ["net", "K", "rounds", f"{DDP} (ms)", "ours", SAME, CHECKED]
+    lines: list[list[str]] = []
     for net, rows in data["nets"].items():
         for steps in sorted({row["leaves"] // RANKS for row in rows}):
             row = {one["name"]: one for one in rows if one["leaves"] == steps * RANKS}
@@ -35,11 +32,9 @@ def body(data: dict[str, Any]) -> str:
                 for one in (row[name]["ratio"] for name in (OURS, SAME, CHECKED))
             ]
             ddp = row[DDP]["spread"]
-            lines.append(
-                f"| {net} | {steps} | {ddp['count']} | {1000 * ddp['median']:.0f} "
-                f"| {' | '.join(ratios)} |"
-            )
-    return "\n".join(lines)
+            milliseconds = f"{1000 * ddp['median']:.0f}"
+            lines.append([net, str(steps), str(ddp["count"]), milliseconds, *ratios])
+    return f"{NOTE}\n\n{grid(head, lines)}"
 
 
 def main(*, quick: bool = False) -> None:

@@ -6,7 +6,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks import peers_tables as tables
-from benchmarks.peers_tables import OURS, Row, distinct, grid, mib, select
+from benchmarks.markdown import grid
+from benchmarks.peers_tables import OURS, Row, distinct, mib, select
 
 WORSE = 1.02
 """A ratio above this is told as a loss, also where the spread of the rounds reaches below 1."""

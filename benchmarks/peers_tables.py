@@ -7,6 +7,8 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+from benchmarks.markdown import grid
+
 Row = dict[str, Any]
 
 OURS = "ours"
@@ -26,14 +28,6 @@ def select(rows: Iterable[Row], **where: Any) -> list[Row]:
 def distinct(rows: Iterable[Row], key: str) -> list[Any]:
     """Return the values of `key`, in order of appearance."""
     return list(dict.fromkeys(row[key] for row in rows))
-
-
-def grid(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table, the first column to the left."""
-    rule = "|---|" + "---:|" * (len(head) - 1)
-    return "\n".join(
-        [f"| {' | '.join(head)} |", rule, *(f"| {' | '.join(one)} |" for one in lines)]
-    )
 
 
 def milliseconds(seconds: float) -> str:

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.markdown import grid
 from orchestrator.rundir.files import read_json, write_json
 
 UPDATES, QUICK_UPDATES = (100_000, 1_000_000), (10_000,)
@@ -123,10 +124,13 @@ def _make_sweep(template: Path, sweep: Path, points: int) -> None:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the table of a page."""
-    lines = ["| command | U or P | CPU s | peak MB |", "|---|---:|---:|---:|"]
-    lines += [
-        f"| {row['what']} | {row['of']} = {row['size']:,} | {row['cpu_s']:.1f} "
-        f"| {row['peak_mb']:.0f} |"
+    lines = [
+        [
+            row["what"],
+            f"{row['of']} = {row['size']:,}",
+            f"{row['cpu_s']:.1f}",
+            f"{row['peak_mb']:.0f}",
+        ]
         for row in rows
     ]
-    return "\n".join(lines)
+    return grid(["command", "U or P", "CPU s", "peak MB"], lines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.link import loopback
+from benchmarks.markdown import grid, spread_cells
 from benchmarks.measure import keep, machine
 from benchmarks.ranks import on_ranks
 
@@ -18,22 +19,21 @@ time."""
 
 def body(data: dict[str, Any]) -> str:
     """Return the page: a line for each number of ranks."""
-    lines = [
-        NOTE,
-        "",
-        "| ranks | fast (ms) | reproducible (ms) | ratio | quartiles | collectives |",
-        "|---:|---:|---:|---:|---:|---:|",
-    ]
+    head = ["ranks", "fast (ms)", "reproducible (ms)", "ratio", "quartiles", "collectives"]
+    lines: list[list[str]] = []
     for ranks, rows in data["ranks"].items():
         row = {one["name"]: one for one in rows}
         fast, slow = row[FAST], row[SAME_BITS]
         lines.append(
-            f"| {ranks} | {1000 * fast['spread']['median']:.1f} "
-            f"| {1000 * slow['spread']['median']:.1f} | {slow['ratio']['median']:.2f} "
-            f"| {slow['ratio']['q1']:.2f} to {slow['ratio']['q3']:.2f} "
-            f"| {fast['collectives']} and {slow['collectives']} |"
+            [
+                ranks,
+                f"{1000 * fast['spread']['median']:.1f}",
+                f"{1000 * slow['spread']['median']:.1f}",
+                *spread_cells(slow["ratio"], ".2f"),
+                f"{fast['collectives']} and {slow['collectives']}",
+            ]
         )
-    return "\n".join(lines)
+    return f"{NOTE}\n\n{grid(head, lines, left=0)}"
 
 
 def main(*, quick: bool = False) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks import records
 from benchmarks.hollow import HollowRun
+from benchmarks.markdown import grid
 from benchmarks.measure import keep, machine
 
 SIZES, QUICK_SIZES = (100, 300, 1000), (30, 100)
@@ -114,13 +115,20 @@ def main(*, quick: bool = False) -> None:
 def body(data: dict[str, Any]) -> str:
     """Return the page's tables."""
     columns = ("simulated seconds", "coordinator's CPU s", "opened files", "MB between nodes")
-    heads = ["event", f"N x {RANKS_PER_NODE}", *columns, "survivors"]
-    lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
+    head = ["event", f"N x {RANKS_PER_NODE}", *columns, "survivors"]
+    lines: list[list[str]] = []
     for row in data["rows"]:
         survivors = f"{row['survivors']:.1%}" if "survivors" in row else ""
         lines.append(
-            f"| {row['event']} | {row['nodes']:,} | {row['seconds']:.1f} | {row['cpu_s']:.3f} "
-            f"| {row['files']:,.0f} | {row['megabytes']:.2f} | {survivors} |"
+            [
+                row["event"],
+                f"{row['nodes']:,}",
+                f"{row['seconds']:.1f}",
+                f"{row['cpu_s']:.3f}",
+                f"{row['files']:,.0f}",
+                f"{row['megabytes']:.2f}",
+                survivors,
+            ]
         )
-    parts = [data["note"], "\n".join(lines), data["note_on_records"]]
+    parts = [data["note"], grid(head, lines), data["note_on_records"]]
     return "\n\n".join([*parts, records.table(data["records"])])

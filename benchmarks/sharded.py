@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.markdown import grid
 from benchmarks.measure import keep, machine, rows_of
 from orchestrator import Loss
 from orchestrator.engine.torch import Accumulator
@@ -175,11 +176,11 @@ def main(*, quick: bool = False) -> None:
             given = folder, shape, 7 if quick else 101
             figures = run_ranks(ranks, Path(folder), _measure, *given, timeout_s=300.0)[0]
         parts.append({"heading": f"Mesh {shape}", "figures": {"s": rows_of(figures, BY_HAND)}})
-    rows: list[str] = []
+    lines: list[list[str]] = []
     for name, shards in LARGE_SHAPES.items():
         with tempfile.TemporaryDirectory() as folder:
             seconds, mib = run_ranks(1, Path(folder), _build_large, shards)[0]
-        rows.append(f"| {name} | {seconds:.2f} | {mib:.0f} |")
-    large = "\n".join([LARGE, "", "| model | seconds | MiB |", "|---|---:|---:|", *rows])
+        lines.append([name, f"{seconds:.2f}", f"{mib:.0f}"])
+    large = f"{LARGE}\n\n{grid(['model', 'seconds', 'MiB'], lines)}"
     data = {"title": "Models in shards", "machine": machine(), "note": NOTE, "parts": parts}
     keep("sharded", {**data, "more": [large]}, quick=quick)

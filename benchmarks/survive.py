@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from benchmarks.markdown import grid, spread_cells
 from benchmarks.measure import Spread, interleaved, keep, machine, rows_of, wait_for
 from benchmarks.watched_run import WatchedRun
 from orchestrator import Job, Loss
@@ -147,19 +148,12 @@ def undisturbed(updates: int, survive: str = WITH) -> tuple[str, float]:
 def body(data: dict[str, Any]) -> str:
     """Return the page: all figures, in two tables."""
     of = data["losses"]
-    lines = [
-        NOTE,
-        "",
-        "| measured | median | quartiles | largest |",
-        "|---|---:|---:|---:|",
-    ]
+    lines: list[list[str]] = []
     told_of = {"seconds": "an undisturbed run", "processor": "processor seconds of a run"}
     for key, told in told_of.items():
         cost = next(row for row in data["cost"][key] if row["name"] == WITH)["ratio"]
-        lines.append(
-            f"| {told} with `{WITH}`, to one without | {cost['median']:.3f} | "
-            f"{cost['q1']:.3f} to {cost['q3']:.3f} | {cost['high']:.3f} |"
-        )
+        measured = f"{told} with `{WITH}`, to one without"
+        lines.append([measured, *spread_cells(cost, ".3f"), f"{cost['high']:.3f}"])
     words = {
         "noticed": "a killed rank is noticed (s)",
         "back": "the others are back at work (s after the kill)",
@@ -167,19 +161,17 @@ def body(data: dict[str, Any]) -> str:
     }
     for key, told in words.items():
         one = of[key]
-        lines.append(
-            f"| {told} | {one['median']:.2f} | {one['q1']:.2f} to {one['q3']:.2f} | "
-            f"{one['high']:.2f} |"
-        )
-    lines += [
-        "",
-        "| a kill every 15 s | kills | useful time | lost a kill (s) | undisturbed digest |",
-        "|---|---:|---:|---:|---:|",
-    ]
+        lines.append([told, *spread_cells(one, ".2f"), f"{one['high']:.2f}"])
+    figures = grid(["measured", "median", "quartiles", "largest"], lines)
+    kills: list[list[str]] = []
     for row in data["goodput"]:
-        told = f"{row['useful']:.1%} | {row['lost']:.2f}" if not row["why"] else f"{row['why']} | -"
-        lines.append(f"| {row['name']} | {row['kills']} | {told} | {row['equal']} |")
-    return "\n".join(lines)
+        if row["why"]:
+            useful, lost = row["why"], "-"
+        else:
+            useful, lost = f"{row['useful']:.1%}", f"{row['lost']:.2f}"
+        kills.append([row["name"], str(row["kills"]), useful, lost, str(row["equal"])])
+    head = ["a kill every 15 s", "kills", "useful time", "lost a kill (s)", "undisturbed digest"]
+    return f"{NOTE}\n\n{figures}\n\n{grid(head, kills)}"
 
 
 def goodput(kills: int, update_s: float, every_s: float) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.markdown import grid
 from benchmarks.measure import keep, machine
 from slurm.dev_cluster import DevCluster
 from slurm.testing import dev_cluster
@@ -96,6 +97,6 @@ def main(*, quick: bool = False) -> None:
 
 def body(data: dict[str, Any]) -> str:
     """Return the page: each command, how long it took, and how long it may take."""
-    rows = [f"| {what} | {s:.3g} | {cpu:.3g} | {most:g} |" for what, s, cpu, most in data["rows"]]
-    head = ["| | seconds | CPU seconds | wanted |", "|---|---:|---:|---:|"]
-    return "\n".join([(__doc__ or "").strip(), "", *head, *rows])
+    head = ["", "seconds", "CPU seconds", "wanted"]
+    lines = [[what, f"{s:.3g}", f"{cpu:.3g}", f"{most:g}"] for what, s, cpu, most in data["rows"]]
+    return f"{(__doc__ or '').strip()}\n\n{grid(head, lines)}"

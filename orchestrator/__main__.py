@@ -35,10 +35,10 @@ from orchestrator.commands.interface import (
     Quiet,
     Verbose,
     command,
-    complete_overrides,
-    complete_runs,
     options_of,
+    overrides_argument,
     program_of,
+    run_argument,
     settings_of,
 )
 from orchestrator.errors import (
@@ -179,9 +179,7 @@ def main_help(
 @verb("launch -m accumulation.steps=1,2,4", hydra=True)
 def launch(
     context: typer.Context,
-    arguments: Annotated[
-        list[str] | None, typer.Argument(help="KEY=VALUE, -m, …", autocompletion=complete_overrides)
-    ] = None,
+    arguments: Annotated[list[str] | None, overrides_argument("KEY=VALUE, -m, …")] = None,
 ) -> None:
     """Start a run, or with -m a sweep of runs; the same as python -m orchestrator.launch."""
     raise typer.Exit(launch_main([*(arguments or []), *program_of(context)]))
@@ -191,10 +189,7 @@ def launch(
 def run(
     context: typer.Context,
     arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[KEY=VALUE]... -- PROGRAM [ARGUMENT]...", autocompletion=complete_overrides
-        ),
+        list[str] | None, overrides_argument(metavar="[KEY=VALUE]... -- PROGRAM [ARGUMENT]...")
     ] = None,
 ) -> None:
     """Start a training program as it is, as in: run cluster.nodes=2 -- train.py --lr 0.1."""
@@ -249,18 +244,10 @@ def plan(
 
 @verb("resume RUN train.updates=200")
 def resume(
-    run: Annotated[
-        Path,
-        typer.Argument(
-            help="A run folder, or a sweep's: its unfinished points.", autocompletion=complete_runs
-        ),
-    ],
+    run: Annotated[Path, run_argument("A run folder, or a sweep's: its unfinished points.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="KEY=VALUE: more updates, other nodes, another cluster, …",
-            autocompletion=complete_overrides,
-        ),
+        overrides_argument("KEY=VALUE: more updates, other nodes, another cluster, …"),
     ] = None,
     config_dir: ConfigDir = None,
     changed: Annotated[
@@ -306,10 +293,7 @@ def new(
 @verb("status RUN --json")
 def status(
     runs: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            help="Run folders, or a sweep's; none: all in runs/.", autocompletion=complete_runs
-        ),
+        list[Path] | None, run_argument("Run folders, or a sweep's; none: all in runs/.")
     ] = None,
     sort: Annotated[
         str | None,
@@ -367,9 +351,7 @@ def status(
 
 @verb("attach RUN")
 def attach(
-    run: Annotated[
-        Path, typer.Argument(help="A run folder, or a sweep's.", autocompletion=complete_runs)
-    ],
+    run: Annotated[Path, run_argument("A run folder, or a sweep's.")],
     verbose: Verbose = False,
     quiet: Quiet = False,
 ) -> None:
@@ -391,9 +373,7 @@ def attach(
 
 @verb("wait RUN --timeout 3600 --json")
 def wait(
-    runs: Annotated[
-        list[Path], typer.Argument(help="Run folders, or sweeps'.", autocompletion=complete_runs)
-    ],
+    runs: Annotated[list[Path], run_argument("Run folders, or sweeps'.")],
     timeout_s: Annotated[
         float | None,
         typer.Option("--timeout", min=0.0, help="For so many seconds at most."),
@@ -424,7 +404,7 @@ def wait(
 
 @verb("logs RUN --rank 3 -f")
 def logs(
-    run: Annotated[Path, typer.Argument(help="A run folder.", autocompletion=complete_runs)],
+    run: Annotated[Path, run_argument("A run folder.")],
     rank: Annotated[int | None, typer.Option(min=0, help="Whose; rank 0's by default.")] = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Until the run ends.")] = False,
     lines: Annotated[
@@ -444,12 +424,7 @@ def logs(
 
 @verb("cancel RUN")
 def cancel(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(
-            help="Run folders, or sweeps': all their points.", autocompletion=complete_runs
-        ),
-    ],
+    runs: Annotated[list[Path], run_argument("Run folders, or sweeps': all their points.")],
     now: Annotated[bool, typer.Option("--now", help="At once, without a checkpoint.")] = False,
     verbose: Verbose = False,
 ) -> None:
@@ -485,16 +460,8 @@ def cancel(
 
 @verb("compare RUN_A RUN_B --tensors")
 def compare(
-    a: Annotated[
-        Path,
-        typer.Argument(help="A run folder, or a safetensors file.", autocompletion=complete_runs),
-    ],
-    b: Annotated[
-        Path,
-        typer.Argument(
-            help="The reference: differences are relative to it.", autocompletion=complete_runs
-        ),
-    ],
+    a: Annotated[Path, run_argument("A run folder, or a safetensors file.")],
+    b: Annotated[Path, run_argument("The reference: differences are relative to it.")],
     tensors: Annotated[bool, typer.Option("--tensors", help="Tensor by tensor.")] = False,
     at_most: Annotated[
         float | None, typer.Option(min=0.0, help="Exit with 1 when the difference is larger.")
@@ -534,7 +501,7 @@ def compare(
 
 @verb("export RUN --torch")
 def export(
-    run: Annotated[Path, typer.Argument(help="A run folder.", autocompletion=complete_runs)],
+    run: Annotated[Path, run_argument("A run folder.")],
     safetensors: Annotated[
         bool, typer.Option("--safetensors", help="The weights in one file; the default.")
     ] = False,
@@ -568,10 +535,7 @@ SIGNS = {"good": ("ok", "green"), "note": ("note", "yellow"), "bad": ("BAD", "bo
 def doctor(
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="As for launch: +cluster=slurm, cluster.nodes=4, run.dir=...",
-            autocompletion=complete_overrides,
-        ),
+        overrides_argument("As for launch: +cluster=slurm, cluster.nodes=4, run.dir=..."),
     ] = None,
     run: Annotated[
         bool, typer.Option("--run", help="Also sum tensors on the real nodes, and time it.")

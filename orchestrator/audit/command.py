@@ -11,8 +11,8 @@ from orchestrator.commands.interface import (
     Json,
     Verbose,
     command,
-    complete_overrides,
     options_of,
+    overrides_argument,
     program_of,
 )
 from orchestrator.report.terminal import print_json
@@ -22,10 +22,7 @@ from orchestrator.report.terminal import print_json
 def audit(
     context: typer.Context,
     overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[KEY=VALUE]... -- SCRIPT [ARGUMENT]...", autocompletion=complete_overrides
-        ),
+        list[str] | None, overrides_argument(metavar="[KEY=VALUE]... -- SCRIPT [ARGUMENT]...")
     ] = None,
     steps: Annotated[
         str | None,

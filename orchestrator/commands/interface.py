@@ -34,12 +34,20 @@ def complete_runs(incomplete: str) -> list[str]:
     return complete_run(incomplete)
 
 
+def overrides_argument(text: str | None = None, *, metavar: str | None = None) -> Any:
+    """Declare an argument of overrides, with `text` as its help; a shell completes them."""
+    return typer.Argument(help=text, metavar=metavar, autocompletion=complete_overrides)
+
+
+def run_argument(text: str) -> Any:
+    """Declare an argument of run folders, with `text` as its help; a shell completes them."""
+    return typer.Argument(help=text, autocompletion=complete_runs)
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print data instead of a table.")]
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="More detail; tracebacks.")]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Only errors.")]
-AsForLaunch = Annotated[
-    list[str] | None, typer.Argument(help="As for launch.", autocompletion=complete_overrides)
-]
+AsForLaunch = Annotated[list[str] | None, overrides_argument("As for launch.")]
 ConfigDir = Annotated[
     str | None, typer.Option("--config-dir", "-cd", help="Folder of your own configs.")
 ]

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from orchestrator.commands.interface import command
+from orchestrator.commands.interface import Json, command, run_argument
 from orchestrator.config.command_line import check_overrides, key_of
 from orchestrator.errors import EXIT_FAILED, UsageError
 from orchestrator.replay.bisecting import bisect_runs
@@ -25,7 +25,7 @@ PLACES = ("cluster", "cluster.kind", "cluster.nodes", "cluster.ranks_per_node")
 
 @command("replay RUN --update 48211")
 def replay(
-    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    run: Annotated[Path, run_argument("A run folder.")],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(help="Where to compute, one process here by default: cluster.nodes=2, …"),
@@ -58,7 +58,7 @@ def replay(
         bool, typer.Option("--short", help="Do not go on to the next checkpoint.")
     ] = False,
     rows: Annotated[int, typer.Option("--rows", min=1, help="Rows of each table.")] = 10,
-    as_json: Annotated[bool, typer.Option("--json", help="Print data instead of tables.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Compute any recorded update of a run again, and say whether it agrees with the record.
 
@@ -119,12 +119,12 @@ def replay(
 
 @command("bisect RUN_A RUN_B")
 def bisect(
-    a: Annotated[Path, typer.Argument(help="A run folder.")],
-    b: Annotated[Path, typer.Argument(help="Another run, which should be equal to it.")],
+    a: Annotated[Path, run_argument("A run folder.")],
+    b: Annotated[Path, run_argument("Another run, which should be equal to it.")],
     records: Annotated[
         bool, typer.Option("--records", help="Only compare the records; compute nothing.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print data instead of tables.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Find the first update, micro-step and parameter in which two runs differ, and what else does.
 

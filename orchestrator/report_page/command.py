@@ -8,16 +8,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from orchestrator.commands.interface import Quiet, command, complete_runs
+from orchestrator.commands.interface import Quiet, command, run_argument
 from orchestrator.report.terminal import say
 
 
 @command("report RUN --format csv")
 def report(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(help="Run folders, or sweeps': on one page.", autocompletion=complete_runs),
-    ],
+    runs: Annotated[list[Path], run_argument("Run folders, or sweeps': on one page.")],
     form: Annotated[str, typer.Option("--format", help="html (a page), csv or json.")] = "html",
     output: Annotated[
         Path | None,

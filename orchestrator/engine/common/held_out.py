@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,7 @@ from orchestrator.data import HeldOutData
 from orchestrator.engine.common.job_checks import warn_of_non_finite
 from orchestrator.engine.common.trailer import BAD_WEIGHT, NARROW, Trailer
 from orchestrator.errors import JobError
-from orchestrator.plan.held_out import HeldOutPiece
+from orchestrator.plan.held_out import HeldOutPiece, HeldOutShare
 from orchestrator.rundir.warnings import warn
 
 _KEPT_ROWS = 256
@@ -37,6 +37,22 @@ class HeldOutSums:
         self._pieces: list[HeldOutPiece] = []
         self._rows: list[Any] = []
         self._first_bad = [0.0, 0.0]  # start and samples of the first piece with an unusable weight
+
+    def add_share(
+        self,
+        share: HeldOutShare,
+        batches: Iterator[Any],
+        before_piece: Callable[[int], None],
+        compute: Callable[[HeldOutPiece, Any], Sequence[Any]],
+    ) -> None:
+        """Add all pieces of a share; `compute` returns the row of a piece from its batch."""
+        counted = len(share.pieces) - share.padding
+        for number, piece in enumerate(share.pieces):
+            before_piece(number)
+            with _evaluating(self._data, piece):
+                row = compute(piece, next(batches))
+            if number < counted:  # the others keep ranks of a copy in step
+                self.add(piece, row)
 
     def add(self, piece: HeldOutPiece, row: Sequence[Any]) -> None:
         """Add weight, total and metrics of a piece."""
@@ -107,7 +123,7 @@ class HeldOutSums:
 
 
 @contextmanager
-def evaluating(data: HeldOutData, piece: HeldOutPiece) -> Generator[None]:
+def _evaluating(data: HeldOutData, piece: HeldOutPiece) -> Generator[None]:
     """Note in the traceback of an error of the job which samples it evaluated."""
     try:
         yield

@@ -32,7 +32,7 @@ from orchestrator.engine.api import (
     Window,
 )
 from orchestrator.engine.common.clock import Clock
-from orchestrator.engine.common.held_out import HeldOutSums, evaluating
+from orchestrator.engine.common.held_out import HeldOutSums
 from orchestrator.engine.common.job_checks import (
     Kinds,
     check_fits,
@@ -72,7 +72,7 @@ from orchestrator.engine.mindspore.model import (
 )
 from orchestrator.errors import ConfigError, JobError, NonFiniteError, RunFolderError
 from orchestrator.job import Job, dataset_of
-from orchestrator.plan.held_out import HeldOutShare
+from orchestrator.plan.held_out import HeldOutPiece, HeldOutShare
 from orchestrator.plan.wire import trailer_numbers
 from orchestrator.rundir.checkpoints import WEIGHTS
 
@@ -404,7 +404,13 @@ class MindSporeEngine(Engine):
     ) -> HeldOutReport:
         group, mark, seed_before = self._group, self._group.mark(), ms.get_seed()
         sums = HeldOutSums(data, self._names, lambda numbers: list(map(as_float, numbers)))
-        loss, counted = python_loss(self._job), len(share.pieces) - share.padding
+        loss = python_loss(self._job)
+
+        def row_of(piece: HeldOutPiece, batch: Any) -> Sequence[Any]:
+            # The same random numbers in each evaluation, on any rank.
+            seed_everything(derived_seed("held-out", self._settings.seed, piece.start))
+            return self._accumulator.losses(loss, batch)
+
         with (
             statistics_of_writer(self._model, group, self.gather),
             self._in_evaluation(),
@@ -413,16 +419,7 @@ class MindSporeEngine(Engine):
         ):
             group.silence = "in an evaluation"
             try:
-                for number, piece in enumerate(share.pieces):
-                    before_piece(number)
-                    with evaluating(data, piece):
-                        batch = next(batches)
-                        # The same random numbers in each evaluation, on any rank.
-                        seed = derived_seed("held-out", self._settings.seed, piece.start)
-                        seed_everything(seed)
-                        row = self._accumulator.losses(loss, batch)
-                    if number < counted:
-                        sums.add(piece, row)
+                sums.add_share(share, batches, before_piece, row_of)
             finally:
                 group.silence = None
                 ms.set_seed(seed_before)

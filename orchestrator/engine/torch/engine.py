@@ -26,7 +26,7 @@ from orchestrator.engine.api import (
     RecomputedLeaf,
     Window,
 )
-from orchestrator.engine.common.held_out import HeldOutSums, evaluating
+from orchestrator.engine.common.held_out import HeldOutSums
 from orchestrator.engine.common.job_checks import (
     checked_figures,
     left_in_evaluation,
@@ -86,7 +86,7 @@ from orchestrator.engine.torch.sum_probe import check_samples
 from orchestrator.engine.torch.transports import peer_lost_during
 from orchestrator.errors import ConfigError, JobError, StateLost
 from orchestrator.job import Job, dataset_of, is_coupled
-from orchestrator.plan.held_out import HeldOutShare
+from orchestrator.plan.held_out import HeldOutPiece, HeldOutShare
 from orchestrator.units import first_few, named_ranks
 
 if TYPE_CHECKING:
@@ -489,7 +489,12 @@ class TorchEngine(Engine):
         self._taken.wait()
         group, settings, mark = self._group, self._settings, self._group.mark()
         sums = HeldOutSums(data, settings.metric_names, to_floats)
-        counted = len(share.pieces) - share.padding
+
+        def row_of(piece: HeldOutPiece, batch: Any) -> Sequence[Any]:
+            # The same random numbers in each evaluation, on any rank.
+            seed_everything(derived_seed("held-out", settings.seed, piece.start))
+            return loss_numbers(self._loss(batch), settings.metric_names)
+
         with (
             buffers_of_writer(group, self.model, self._buffers),
             self._evaluation("loss() changed %s in an evaluation: change it in after_update()"),
@@ -498,15 +503,7 @@ class TorchEngine(Engine):
         ):
             group.silence = "in an evaluation"
             try:
-                for number, piece in enumerate(share.pieces):
-                    before_piece(number)
-                    with evaluating(data, piece):
-                        batch = next(batches)
-                        # The same random numbers in each evaluation, on any rank.
-                        seed_everything(derived_seed("held-out", settings.seed, piece.start))
-                        row = loss_numbers(self._loss(batch), settings.metric_names)
-                    if number < counted:  # the others keep ranks of a copy in step
-                        sums.add(piece, row)
+                sums.add_share(share, batches, before_piece, row_of)
             finally:
                 group.silence = None
             # HCCL has no float64.
