@@ -35,6 +35,19 @@ def test_a_plan_is_made_without_the_agent(tmp_path):
     assert not [name for name in modules if name.startswith("orchestrator.agent.")]
 
 
+def test_help_lists_the_commands_of_add_ons_without_what_they_run():
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "orchestrator", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
+    modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "orchestrator.commands.interface" in modules
+    assert modules.isdisjoint({"hydra", "numpy", "orchestrator.api"})
+
+
 def test_ranks_need_neither_hydra_nor_the_tables_of_the_terminal():
     """Each node would import them before its ranks begin."""
     modules = "orchestrator.agent.local_nodes, orchestrator.trainer.main"

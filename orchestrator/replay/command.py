@@ -1,4 +1,6 @@
-"""The commands `replay` and `bisect`."""
+"""The commands `replay` and `bisect`: what they run is imported when they run, since `--help` lists
+them.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,7 @@ import typer
 from rich.console import Console
 
 from orchestrator.commands.interface import Json, command, run_argument
-from orchestrator.config.command_line import check_overrides, key_of
 from orchestrator.errors import EXIT_FAILED, UsageError
-from orchestrator.replay.bisecting import bisect_runs
-from orchestrator.replay.debugging import debug as stop_in_pdb
-from orchestrator.replay.printing import print_bisection, print_replay, print_samples, print_uses
-from orchestrator.replay.recorded import RecordedRun
-from orchestrator.replay.replaying import replay_update
-from orchestrator.replay.scratch import Request, scratch
 from orchestrator.report.terminal import command as command_line
 from orchestrator.report.terminal import print_json, say
 
@@ -64,6 +59,13 @@ def replay(
 
     Exit code 1 where it does not agree.
     """
+    from orchestrator.config.command_line import check_overrides, key_of
+    from orchestrator.replay.debugging import debug as stop_in_pdb
+    from orchestrator.replay.printing import print_replay, print_samples, print_uses
+    from orchestrator.replay.recorded import RecordedRun
+    from orchestrator.replay.replaying import replay_update
+    from orchestrator.replay.scratch import Request, scratch
+
     words = overrides or []
     check_overrides(words, verb="replay")
     recorded, console = RecordedRun(run), Console()
@@ -130,6 +132,10 @@ def bisect(
 
     Exit code 1 where they differ.
     """
+    from orchestrator.replay.bisecting import bisect_runs
+    from orchestrator.replay.printing import print_bisection
+    from orchestrator.replay.recorded import RecordedRun
+
     runs, notes = (RecordedRun(a), RecordedRun(b)), Console(stderr=True)
     for run in runs:
         _ = run.updates  # refuses one that has none, or a program without windows
