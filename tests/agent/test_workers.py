@@ -52,7 +52,7 @@ def tells(rank):
     import numpy, torch
     reseed_generators()
     opened = [os.readlink(entry) for entry in os.scandir("/proc/self/fd") if entry.is_symlink()]
-    told = json.dumps({
+    report = json.dumps({
         "rank": [rank, os.environ["SLURM_PROCID"], os.environ["SLURM_LOCALID"]],
         "incarnation": os.environ["ORCHESTRATOR_INCARNATION"],
         "leads its session": os.getsid(0) == os.getpid(),
@@ -62,7 +62,7 @@ def tells(rank):
         "drawn": [random.random(), numpy.random.rand(), torch.rand(1).item()],
     })
     # One write: `print` without a buffer makes two, and both ranks write to this pipe.
-    sys.stderr.write(told + "\\n")
+    sys.stderr.write(report + "\\n")
     return rank
 
 def raises(rank):

@@ -323,8 +323,8 @@ def test_a_scheduler_that_no_checkpoint_holds_is_warned_of_once(tmp_path, built,
                 backward(ours, model, piece)
             ours.boundary()
             rate.step()
-    told = [str(w.message) for w in caught if "scheduler" in str(w.message)]
-    assert len(told) == (saved == "no")
+    messages = [str(w.message) for w in caught if "scheduler" in str(w.message)]
+    assert len(messages) == (saved == "no")
 
 
 def test_loop_with_its_own_checkpoints_stops(tmp_path, monkeypatch):
